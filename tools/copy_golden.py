@@ -1,0 +1,108 @@
+"""Packs reference checkpoints and vectors into tests/golden/, small enough to commit.
+
+One `NAME.safetensors.xz` for each text configuration: the weights under their source names, the
+vectors under `golden/`, config.json and meta.json in the metadata. Lossless for what is kept.
+Left out: the vision tower, the embedding rows of tokens that no vector uses (zeroed), inner
+vectors, bfloat16 runs. A vector that exists in float64 and float32 is kept once, as the float64
+value rounded to float32.
+
+python tools/copy_golden.py ../shared/golden tests/golden text_a text_c …
+"""
+
+import json
+import lzma
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+
+# Four-byte alignment for the literal coder: floats compress by their exponent bytes.
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 2, "lp": 2, "pb": 2}]
+# Inner vectors that the layer outputs, router, norms, states and caches already pin down.
+LEFT_OUT = (
+    "attn_in.",
+    "attn_out.",
+    "mlp_in.",
+    "mlp_out.",
+    "latent_in.",
+    "latent_mix.",
+    "final_mix",
+)
+EMBEDDING = "language_model.model.embed_tokens.weight"
+Tensors = dict[str, tuple[str, list[int], bytes]]
+
+
+def read(path: Path) -> Tensors:
+    """Every tensor of a safetensors file as (dtype, shape, bytes)."""
+    raw = path.read_bytes()
+    start = 8 + struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, info in header.items():
+        begin, end = info["data_offsets"]
+        tensors[name] = (info["dtype"], info["shape"], raw[start + begin : start + end])
+    return tensors
+
+
+def pack(tensors: Tensors, metadata: dict[str, str]) -> bytes:
+    """A safetensors file in memory."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for name, (dtype, shape, data) in tensors.items():
+        span = [offset, offset + len(data)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": span}
+        offset += len(data)
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head + b"".join(t[2] for t in tensors.values())
+
+
+def weights(folder: Path, used: set[int]) -> Tensors:
+    """The text weights; embedding rows outside `used` are zeroed."""
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= {k: v for k, v in read(path).items() if k.startswith("language_model.")}
+    dtype, shape, data = tensors[EMBEDDING]
+    rows = np.frombuffer(data, np.uint8).reshape(shape[0], -1).copy()
+    rows[[i for i in range(shape[0]) if i not in used]] = 0
+    tensors[EMBEDDING] = (dtype, shape, rows.tobytes())
+    return tensors
+
+
+def vectors(folder: Path) -> Tensors:
+    """The reference vectors: float64 rounded to float32 where there is a float64 run."""
+    tensors = read(folder / "text_f32.safetensors")
+    for name, (_, shape, data) in read(folder / "text_f64.safetensors").items():
+        tensors[name] = ("F32", shape, np.frombuffer(data, "<f8").astype("<f4").tobytes())
+    return {k: v for k, v in tensors.items() if not k.startswith(LEFT_OUT)}
+
+
+def token_ids(tensors: Tensors) -> set[int]:
+    """Every token that some vector feeds to the model."""
+    kinds = {"I32": "<i4", "I64": "<i8"}
+    return {
+        int(i)
+        for name, (dtype, _, data) in tensors.items()
+        if name.endswith("_ids") and dtype in kinds
+        for i in np.frombuffer(data, kinds[dtype])
+    }
+
+
+def main(source: Path, target: Path, names: list[str]) -> None:
+    for name in names:
+        golden = vectors(source / name / "golden")
+        packed = weights(source / name, token_ids(golden))
+        packed |= {f"golden/{k}": v for k, v in golden.items()}
+        metadata = {
+            "config": (source / name / "config.json").read_text(),
+            "meta": (source / name / "golden" / "meta.json").read_text(),
+        }
+        data = lzma.compress(pack(packed, metadata), format=lzma.FORMAT_XZ, filters=FILTERS)
+        (target / f"{name}.safetensors.xz").write_bytes(data)
+        print(f"{name}: {len(data):,} bytes")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
