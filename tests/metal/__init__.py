@@ -1,0 +1,1 @@
+"""Metal kernels, executed on Linux by an emulator."""
