@@ -1,0 +1,224 @@
+"""What config.json says: the sizes of every tensor, the packed format, and the build's own config.
+
+Input: the config as JSON. Output: `Dims`, or the config of a build. Reads no tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kimi_k3_mlx.errors import CheckpointError
+from kimi_k3_mlx.schema import Json
+
+GROUP = 32
+PACKED_FORMAT = "mxfp4-pack-quantized"
+QUANTIZATION = {"group_size": GROUP, "bits": 4, "mode": "mxfp4"}
+HINT = "use the config.json of moonshotai/Kimi-K3, or of a checkpoint pruned from it."
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes of one Kimi-K3. Layers count from 0, as in tensor names."""
+
+    sizes: dict[str, int]
+    """Every symbol of the shapes in `converters.names.TABLE`."""
+    n_layers: int
+    n_blocks: int
+    """Blocks of the vision tower; 0 when the checkpoint has none."""
+    mla_layers: frozenset[int]
+    moe_layers: frozenset[int]
+    n_experts: int
+    top_k: int
+    heads: int
+    """Heads of the MLA layers."""
+    nope: int
+    value: int
+
+    def shapes(self, symbols: str) -> list[tuple[int, ...]]:
+        """The shapes that a table row allows, the usual one first."""
+        return [tuple(map(self._size, shape.split())) for shape in symbols.split("|")]
+
+    def _size(self, symbol: str) -> int:
+        if symbol.isdigit():
+            return int(symbol)
+        name, _, divisor = symbol.partition("/")
+        return self.sizes[name] // int(divisor or 1)
+
+
+def read_dims(config: Json) -> Dims:
+    """Sizes from a source's or a build's config; raise CheckpointError naming a missing field."""
+    if config.get("model_type") != "kimi_k3":
+        raise CheckpointError(
+            f"config.json has model_type {config.get('model_type')!r}, expected 'kimi_k3'.", HINT
+        )
+    text = _Fields(_Fields(config, "").section("text_config"), "text_config.")
+    linear = _Fields(text.section("linear_attn_config"), "text_config.linear_attn_config.")
+    vision = config.get("vision_config")
+    blocks = _Fields(vision, "vision_config.") if isinstance(vision, dict) else None
+    n_layers, first = text.number("num_hidden_layers"), text.number("first_k_dense_replace", 0)
+    step = text.number("moe_layer_freq")
+    dims = Dims(
+        sizes=_text_sizes(text, linear) | (_vision_sizes(blocks) if blocks else {}),
+        n_layers=n_layers,
+        n_blocks=blocks.number("vt_num_hidden_layers") if blocks else 0,
+        mla_layers=_mla_layers(linear, n_layers),
+        moe_layers=frozenset(i for i in range(first, n_layers) if i % step == 0),
+        n_experts=text.number("num_experts"),
+        top_k=text.number("num_experts_per_token"),
+        heads=text.number("num_attention_heads"),
+        nope=text.number("qk_nope_head_dim"),
+        value=text.number("v_head_dim"),
+    )
+    _check(dims)
+    return dims
+
+
+class _Fields:
+    """A JSON object whose fields must be there; errors name them with their path."""
+
+    def __init__(self, values: Json, path: str) -> None:
+        self.values = values
+        self.path = path
+
+    def number(self, name: str, least: int = 1) -> int:
+        value = self.values.get(name)
+        if type(value) is not int or value < least:
+            raise self._wrong(name, value, f"a whole number from {least} on")
+        return value
+
+    def section(self, name: str) -> Json:
+        value = self.values.get(name)
+        if not isinstance(value, dict):
+            raise self._wrong(name, value, "an object")
+        return value
+
+    def numbers(self, name: str, n_items: int | None = None) -> list[int]:
+        value = self.values.get(name)
+        if (
+            not isinstance(value, list)
+            or not all(type(item) is int for item in value)
+            or len(value) != (len(value) if n_items is None else n_items)
+        ):
+            count = "a list of" if n_items is None else f"{n_items}"
+            raise self._wrong(name, value, f"{count} whole numbers")
+        return value
+
+    def _wrong(self, name: str, value: Any, expected: str) -> CheckpointError:
+        found = "is missing" if value is None else f"is {str(value)[:40]}"
+        return CheckpointError(
+            f"config.json: {self.path}{name} {found}, expected {expected}.", HINT
+        )
+
+
+def _text_sizes(text: _Fields, linear: _Fields) -> dict[str, int]:
+    heads, nope, value = (
+        text.number(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+    )
+    rope, kv_lora = text.number("qk_rope_head_dim"), text.number("kv_lora_rank")
+    head_dim, kda_heads = linear.number("head_dim"), linear.number("num_heads")
+    moe = text.number("moe_intermediate_size")
+    return {
+        "hidden": text.number("hidden_size"),
+        "vocab": text.number("vocab_size"),
+        "intermediate": text.number("intermediate_size"),
+        "experts": text.number("num_experts"),
+        "latent": text.number("routed_expert_hidden_size"),
+        "moe": moe,
+        "shared": moe * text.number("num_shared_experts"),
+        "kda": kda_heads * head_dim,
+        "kda_heads": kda_heads,
+        "head_dim": head_dim,
+        "conv": linear.number("short_conv_kernel_size"),
+        "q_lora": text.number("q_lora_rank"),
+        "kv_lora": kv_lora,
+        "mla_q": heads * (nope + rope),
+        "mla_kv_a": kv_lora + rope,
+        "mla_kv_b": heads * (nope + value),
+        "mla_v": heads * value,
+    }
+
+
+def _vision_sizes(vision: _Fields) -> dict[str, int]:
+    kernel = vision.numbers("merge_kernel_size", 2)
+    qkv = vision.number("qkv_hidden_size")
+    return {
+        "vision": vision.number("vt_hidden_size"),
+        "vision_mlp": vision.number("vt_intermediate_size"),
+        "vision_qkv": qkv,
+        "vision_3qkv": 3 * qkv,
+        "patch": vision.number("patch_size"),
+        "grid_height": vision.number("init_pos_emb_height"),
+        "grid_width": vision.number("init_pos_emb_width"),
+        "merged": vision.number("mm_hidden_size") * kernel[0] * kernel[1],
+    }
+
+
+def _mla_layers(linear: _Fields, n_layers: int) -> frozenset[int]:
+    full, kda = linear.numbers("full_attn_layers"), linear.numbers("kda_layers")
+    if sorted(full + kda) != list(range(1, n_layers + 1)):
+        raise CheckpointError(
+            "config.json: kda_layers and full_attn_layers of text_config.linear_attn_config "
+            f"do not name each of the layers 1 to {n_layers} once.",
+            HINT,
+        )
+    return frozenset(layer - 1 for layer in full)
+
+
+def _check(dims: Dims) -> None:
+    if dims.moe_layers and dims.n_experts < dims.top_k:
+        raise CheckpointError(
+            f"config.json: num_experts is {dims.n_experts}, "
+            f"but the router selects {dims.top_k} per token.",
+            HINT,
+        )
+    for name in ("latent", "moe"):
+        if dims.sizes[name] % GROUP:
+            raise CheckpointError(
+                f"config.json: the expert width {dims.sizes[name]} is not a multiple of {GROUP}.",
+                HINT,
+            )
+
+
+def check_packed_format(config: Json) -> None:
+    """Accept `mxfp4-pack-quantized` wherever it is stated; refuse any other format by its place."""
+    found = list(_formats(config))
+    for place, name in found:
+        if name != PACKED_FORMAT:
+            raise CheckpointError(
+                f"config.json: {place} is {name!r}, expected {PACKED_FORMAT!r}.",
+                "convert the original moonshotai/Kimi-K3; other packed formats are not read.",
+            )
+    if not found:
+        raise CheckpointError(
+            f"config.json has no quantization_config with a format, expected {PACKED_FORMAT!r}.",
+            HINT,
+        )
+
+
+def _formats(config: Json) -> Iterator[tuple[str, object]]:
+    text = config.get("text_config")
+    for path, holder in (("", config), ("text_config.", text if isinstance(text, dict) else {})):
+        block = holder.get("quantization_config")
+        if not isinstance(block, dict):
+            continue
+        place = f"{path}quantization_config"
+        if block.get("format") is not None:
+            yield f"{place}.format", block["format"]
+        for name, group in (block.get("config_groups") or {}).items():
+            if isinstance(group, dict) and group.get("format") is not None:
+                yield f"{place}.config_groups.{name}.format", group["format"]
+
+
+def build_config(config: Json) -> Json:
+    """A build's config.json: the source's, with MLX's quantization block.
+
+    `auto_map` goes because it names remote code that a build doesn't carry.
+    """
+    result = copy.deepcopy(config)
+    for holder in (result, result["text_config"]):
+        holder.pop("quantization_config", None)
+        holder.pop("auto_map", None)
+    return result | {"quantization": dict(QUANTIZATION)}

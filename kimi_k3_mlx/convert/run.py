@@ -1,0 +1,236 @@
+"""Executes a plan: shards, sidecars, index, manifest, and `config.json` last.
+
+Input: a plan, its source, a folder. Output: a build that loads, or a folder that the same call
+continues. A shard is journalled when its bytes are on the disk, then gets its name; so no crash
+between the two can lose it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from converters.dense import DROP_ZERO_TAIL, apply_transform
+from converters.mxfp4 import count_nan_scales
+from kimi_k3_mlx.convert.estimate import check_fits, estimate, mount_point
+from kimi_k3_mlx.convert.folder import check_folder, finished_build, locked, open_journal
+from kimi_k3_mlx.convert.plan import shard_header
+from kimi_k3_mlx.convert.sidecars import (
+    MANIFEST,
+    index_bytes,
+    json_bytes,
+    manifest_bytes,
+    sidecar_names,
+)
+from kimi_k3_mlx.errors import DoesNotFitError, InterruptedBuildError, KimiError
+from kimi_k3_mlx.schema import (
+    BuildPlan,
+    BuildTensor,
+    Json,
+    PlannedShard,
+    Progress,
+    ShardRecord,
+    silent,
+)
+from kimi_k3_mlx.tensors.header import file_size
+from kimi_k3_mlx.tensors.journal import JOURNAL, Journal
+from kimi_k3_mlx.tensors.source import CONFIG, INDEX, Reader, Source
+from kimi_k3_mlx.tensors.writer import ShardWriter, partial_path, publish, sync_folder, write_file
+from kimi_k3_mlx.units import format_bytes
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CONTINUE = "run the same command again to continue."
+
+
+@dataclass(frozen=True)
+class BuildSummary:
+    """What a run did; `nan_scales` counts E8M0 bytes of 255, which a sane checkpoint has not."""
+
+    path: str
+    plan_sha256: str
+    n_shards: int
+    n_reused: int
+    """Shards that were already finished."""
+    n_bytes: int
+    nan_scales: int
+
+    def to_json(self) -> Json:
+        """A JSON object."""
+        return {"version": 1} | asdict(self)
+
+
+def run(
+    plan: BuildPlan,
+    source: Source,
+    out: Path,
+    progress: Progress = silent,
+    *,
+    force: bool = False,
+) -> BuildSummary:
+    """Write the build, or what is missing of it; does nothing when it is finished.
+
+    What can be refused is refused before the folder is made: UsageError for a folder that is
+    not this build's, DoesNotFitError for a full disk (not with `force`), CheckpointError for
+    values that can't be converted. Afterwards InterruptedBuildError and DoesNotFitError leave a
+    folder that the same call continues.
+    """
+    out = Path(out)
+    with _refusals(out), source.reader() as reader:
+        finished = finished_build(plan, out)
+        if finished is not None:
+            (out / JOURNAL).unlink(missing_ok=True)
+            records = {shard.name: shard for shard in finished.shards}
+            return _summary(plan, out, records, len(plan.shards))
+        check_folder(plan, source, out)
+        if not force:
+            check_fits(estimate(plan, out))
+        _check_values(plan, reader)
+        out.mkdir(parents=True, exist_ok=True)
+        with locked(out):
+            job = _Job(plan, out, open_journal(plan, source, out), progress)
+            with job.explained():
+                n_reused = job.write_shards(reader)
+                job.finish(source.path)
+    return _summary(plan, out, job.journal.records, n_reused)
+
+
+class _Job:
+    """One run in one locked folder."""
+
+    def __init__(self, plan: BuildPlan, out: Path, journal: Journal, progress: Progress) -> None:
+        self.plan = plan
+        self.out = out
+        self.journal = journal
+        self._progress = progress
+        self._n_done = 0
+        self._n_nan = 0
+        self._what = ""
+
+    def write_shards(self, reader: Reader) -> int:
+        """Write every shard that is not finished; return how many were."""
+        missing = [shard for shard in self.plan.shards if not self._recover(shard)]
+        for shard in missing:
+            if shard.name in self.journal.records:
+                self.journal.forget(shard.name)
+            self._what = shard.what
+            self.journal.record(self._write(shard, reader))
+            publish(self.out / shard.name)
+        return len(self.plan.shards) - len(missing)
+
+    def finish(self, source: Path) -> None:
+        """Sidecars, index, manifest; then config.json, after which the folder loads."""
+        for name in sidecar_names(source):
+            write_file(self.out / name, (source / name).read_bytes())
+        write_file(self.out / INDEX, index_bytes(self.plan))
+        write_file(self.out / MANIFEST, manifest_bytes(self.plan, self.journal.records))
+        write_file(self.out / CONFIG, json_bytes(self.plan.config))
+        self.journal.path.unlink()
+        sync_folder(self.out)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn an interruption or a full disk into a sentence that says how to go on."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            raise InterruptedBuildError(
+                f"interrupted after {self._achieved()}.", CONTINUE
+            ) from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise DoesNotFitError(
+                f"no space left on {mount_point(self.out)} after {self._achieved()}.",
+                f"make room for {format_bytes(self._n_left())} and {CONTINUE}",
+            ) from error
+
+    def _recover(self, shard: PlannedShard) -> bool:
+        """Is the shard finished? A journalled one may still have its partial name."""
+        path = self.out / shard.name
+        if shard.name not in self.journal.records:
+            return False
+        if file_size(path) != shard.n_bytes:
+            if file_size(partial_path(path)) != shard.n_bytes:
+                return False
+            publish(path)
+        self._n_done += shard.n_bytes
+        return True
+
+    def _write(self, shard: PlannedShard, reader: Reader) -> ShardRecord:
+        self._n_nan = 0
+        with ShardWriter(self.out / shard.name, shard_header(shard)) as writer:
+            self._advance(writer.n_bytes)
+            for tensor in shard.tensors:
+                for block in self._blocks(tensor, reader):
+                    writer.write(block)
+                    self._advance(len(block))
+            if writer.n_bytes != shard.n_bytes:
+                raise KimiError(
+                    f"{shard.name} came to {writer.n_bytes:,} bytes, {shard.n_bytes:,} planned."
+                )
+            sha256 = writer.finish()
+        return ShardRecord(shard.name, shard.n_bytes, sha256, self._n_nan)
+
+    def _blocks(self, tensor: BuildTensor, reader: Reader) -> Iterator[bytes | memoryview]:
+        blocks = (block for span in tensor.spans for block in reader.blocks(span))
+        if tensor.transform is not None:
+            yield apply_transform(tensor, b"".join(map(bytes, blocks)))
+        elif tensor.role == "expert" and tensor.name.endswith(".scales"):
+            for block in blocks:
+                self._n_nan += count_nan_scales(block)
+                yield block
+        else:
+            yield from blocks
+
+    def _advance(self, n_bytes: int) -> None:
+        self._n_done += n_bytes
+        self._progress(self._n_done, self.plan.n_bytes, self._what)
+
+    def _finished(self) -> list[PlannedShard]:
+        names = self.journal.records
+        return [shard for shard in self.plan.shards if shard.name in names]
+
+    def _n_left(self) -> int:
+        return self.plan.n_bytes - sum(shard.n_bytes for shard in self._finished())
+
+    def _achieved(self) -> str:
+        finished = self._finished()
+        n_layers = sum(shard.what.startswith("layer ") for shard in finished)
+        written = format_bytes(sum(shard.n_bytes for shard in finished))
+        return f"layer {n_layers}/{self.plan.n_layers} ({written} written, all shards intact)"
+
+
+@contextmanager
+def _refusals(out: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into ours."""
+    try:
+        yield
+    except OSError as error:
+        kind = DoesNotFitError if error.errno in FULL else KimiError
+        raise kind(
+            f"{error.filename or out}: {error.strerror}.",
+            f"check the disk and its permissions, then {CONTINUE}",
+        ) from error
+
+
+def _check_values(plan: BuildPlan, reader: Reader) -> None:
+    """Read the few small tensors whose values decide whether the build is possible."""
+    for tensor in plan.tensors:
+        if tensor.transform == DROP_ZERO_TAIL:
+            apply_transform(tensor, reader.read(tensor.spans[0].tensor))
+
+
+def _summary(
+    plan: BuildPlan, out: Path, records: dict[str, ShardRecord], n_reused: int
+) -> BuildSummary:
+    return BuildSummary(
+        path=str(out),
+        plan_sha256=plan.sha256,
+        n_shards=len(plan.shards),
+        n_reused=n_reused,
+        n_bytes=plan.n_bytes,
+        nan_scales=sum(shard.nan_scales for shard in records.values()),
+    )

@@ -1,0 +1,274 @@
+"""The frozen dataclasses that cross module borders, with their JSON.
+
+`TensorInfo` describes bytes in a file, `Span` a range of one source tensor, `BuildTensor` an output
+made of spans, `BuildPlan` a whole build before it exists, `Manifest` one that is finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from kimi_k3_mlx.errors import CheckpointError
+
+Json = dict[str, Any]
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+class Progress(Protocol):
+    """Receives how far a job is: bytes done, bytes in all, and what is at work (`layer 37/93`)."""
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """Take note."""
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """A progress that shows nothing."""
+
+
+class TensorInfo(NamedTuple):
+    """A tensor in a file; `begin` and `end` count bytes from the start of the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
+
+
+class Span(NamedTuple):
+    """Bytes `begin` to `end` of one source tensor, counted from the tensor's own start."""
+
+    tensor: str
+    begin: int
+    end: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the span."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class BuildTensor:
+    """One output tensor: its spans one after the other, then the named transform, if any."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    spans: tuple[Span, ...]
+    transform: str | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the output."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def n_read(self) -> int:
+        """Bytes of the source that it takes."""
+        return sum(span.end - span.begin for span in self.spans)
+
+    def to_json(self) -> Json:
+        """A JSON object; spans become `[tensor, begin, end]`."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "role": self.role,
+            "n_bytes": self.n_bytes,
+            "inputs": [list(span) for span in self.spans],
+            "transform": self.transform,
+        }
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """One output file: `header_n_bytes` up to the data section, then the tensors without gaps."""
+
+    name: str
+    what: str
+    header_n_bytes: int
+    tensors: tuple[BuildTensor, ...]
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.header_n_bytes + sum(tensor.n_bytes for tensor in self.tensors)
+
+    def infos(self) -> Iterator[TensorInfo]:
+        """The header's entries, in file order."""
+        begin = 0
+        for tensor in self.tensors:
+            end = begin + tensor.n_bytes
+            yield TensorInfo(tensor.name, tensor.dtype, tensor.shape, begin, end)
+            begin = end
+
+    def to_json(self) -> Json:
+        """A JSON object; offsets count from the start of the file."""
+        tensors = [
+            tensor.to_json() | {"offset": self.header_n_bytes + info.begin}
+            for tensor, info in zip(self.tensors, self.infos(), strict=True)
+        ]
+        return {"name": self.name, "n_bytes": self.n_bytes, "tensors": tensors}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How a build stores experts and trunk; read from `profiles/*.toml`."""
+
+    name: str
+    summary: str
+    experts: str
+    """`mxfp4`: the source's bytes."""
+    trunk: str
+    """`source`: the source's values and dtypes."""
+    version: int = 1
+
+    def to_json(self) -> Json:
+        """A JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SourceId:
+    """Which checkpoint a build is made from."""
+
+    path: str
+    commit: str | None
+    headers_sha256: str
+    """Over the names, sizes and headers of all shards and the config: no tensor byte is read."""
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """Everything about a build that is known before a tensor byte is read."""
+
+    source: SourceId
+    profile: Profile
+    config: Json = field(repr=False)
+    """The config.json of the build."""
+    n_layers: int
+    shards: tuple[PlannedShard, ...] = field(repr=False)
+    version: int = 1
+
+    @property
+    def tensors(self) -> Iterator[BuildTensor]:
+        """Every output tensor, shard by shard."""
+        return (tensor for shard in self.shards for tensor in shard.tensors)
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """Bytes of all shards, headers included."""
+        return sum(shard.n_bytes for shard in self.shards)
+
+    @cached_property
+    def total_size(self) -> int:
+        """Tensor bytes, as the index counts them."""
+        return sum(tensor.n_bytes for tensor in self.tensors)
+
+    @cached_property
+    def n_read(self) -> int:
+        """Bytes of the source that the build takes."""
+        return sum(tensor.n_read for tensor in self.tensors)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Identity of the plan: same hash, same bytes. Where the source lies does not count."""
+        digest = hashlib.sha256(self.source.headers_sha256.encode())
+        for part in (self.version, self.profile.to_json(), self.config):
+            digest.update(canonical(part))
+        for shard in self.shards:
+            digest.update(canonical(shard.to_json()))
+        return digest.hexdigest()
+
+    def to_json(self) -> Json:
+        """A JSON object; at K3's size it lists half a million spans."""
+        return {
+            "version": self.version,
+            "sha256": self.sha256,
+            "source": asdict(self.source),
+            "profile": self.profile.to_json(),
+            "n_bytes": self.n_bytes,
+            "total_size": self.total_size,
+            "n_read": self.n_read,
+            "config": self.config,
+            "shards": [shard.to_json() for shard in self.shards],
+        }
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard: what the journal and the manifest keep of it."""
+
+    name: str
+    n_bytes: int
+    sha256: str
+    nan_scales: int = 0
+    """E8M0 scale bytes of 255, which decode to no number."""
+
+    def to_json(self) -> Json:
+        """A JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Json) -> ShardRecord:
+        """Read `to_json`'s object; raise KeyError when a field is missing."""
+        return cls(value["name"], value["n_bytes"], value["sha256"], value["nan_scales"])
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`kimi_k3_mlx.json`: what a finished build was made from, by what, and its hashes."""
+
+    plan_sha256: str
+    profile: Json
+    source: SourceId
+    shards: tuple[ShardRecord, ...]
+    tools: dict[str, str]
+    version: int = 1
+
+    def to_json(self) -> Json:
+        """A JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Json) -> Manifest:
+        """Read `to_json`'s object; raise CheckpointError when it is another version or damaged."""
+        if value.get("version") != cls.version:
+            raise CheckpointError(
+                f"kimi_k3_mlx.json has version {value.get('version')}, expected {cls.version}.",
+                "use the kimi-k3-mlx that made this build.",
+            )
+        try:
+            return cls(
+                plan_sha256=value["plan_sha256"],
+                profile=value["profile"],
+                source=SourceId(**value["source"]),
+                shards=tuple(ShardRecord.from_json(shard) for shard in value["shards"]),
+                tools=value["tools"],
+            )
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"kimi_k3_mlx.json is damaged: {error}.") from error
+
+
+def canonical(value: object) -> bytes:
+    """JSON bytes that are the same for equal values: sorted keys, no blanks."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

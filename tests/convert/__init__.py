@@ -1,0 +1,1 @@
+"""From a source to a verified build."""

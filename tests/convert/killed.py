@@ -1,0 +1,121 @@
+"""Kills conversions at many moments and continues them: a program of its own, as it forks.
+
+    python -m tests.convert.killed SOURCE SCRATCH
+
+Counts the calls that change the disk in one whole run. Then, for a choice of them, a forked child
+converts and kills itself with SIGKILL there (in mid-write for a write); the parent looks at what is
+left, runs the same conversion again and compares trees. Prints JSON: one object for each kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kimi_k3_mlx.convert.plan import plan_build
+from kimi_k3_mlx.convert.profiles import load_profile
+from kimi_k3_mlx.convert.run import run
+from kimi_k3_mlx.schema import BuildPlan
+from kimi_k3_mlx.tensors.journal import read_journal
+from kimi_k3_mlx.tensors.source import Source, open_source
+from kimi_k3_mlx.tensors.writer import partial_path
+from tests.convert.damage import tree
+
+CALLS = ("pwrite", "fsync", "replace", "unlink", "mkdir", "truncate")
+WRITES_BETWEEN_KILLS = 150
+
+
+@contextmanager
+def watched(stop_at: int | None) -> Iterator[list[str]]:
+    """Record the calls that change the disk; die at number `stop_at`, a write half done."""
+    made: list[str] = []
+    real = {name: getattr(os, name) for name in CALLS}
+
+    def watch(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            made.append(name)
+            if len(made) - 1 == stop_at:
+                if name == "pwrite":
+                    file, data, position = arguments
+                    real[name](file, bytes(data)[: len(data) // 2], position)
+                os.kill(os.getpid(), signal.SIGKILL)
+            # Nobody pulls the plug in this test: real syncing would only cost time.
+            return None if name == "fsync" else real[name](*arguments, **options)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, watch(name))
+    try:
+        yield made
+    finally:
+        for name, function in real.items():
+            setattr(os, name, function)
+
+
+def chosen(made: list[str]) -> list[int]:
+    """Every call but writes, and some of those: most are alike."""
+    return [
+        number
+        for number, name in enumerate(made)
+        if name != "pwrite" or number % WRITES_BETWEEN_KILLS == 7
+    ]
+
+
+def written_at(path: Path) -> int:
+    """When a journalled shard was written; it may still have its partial name."""
+    found = path if path.exists() else partial_path(path)
+    return found.stat().st_mtime_ns
+
+
+def kill_and_continue(plan: BuildPlan, source: Source, out: Path, number: int) -> dict[str, Any]:
+    """One kill: what was left, and what became of it."""
+    child = os.fork()
+    if not child:
+        with watched(number):
+            run(plan, source, out)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    journal = read_journal(out) if out.is_dir() else None
+    times = {name: written_at(out / name) for name in (journal.records if journal else {})}
+    loads = (out / "config.json").is_file()
+    left = tree(out) if loads else {}
+    with watched(None):
+        run(plan, source, out)
+    after = tree(out)
+    return {
+        "killed": os.WIFSIGNALED(status),
+        "loads": loads,
+        "finished": list(times),
+        "rewritten": [name for name, time in times.items() if written_at(out / name) != time],
+        "changed_though_loadable": [
+            name for name, sha256 in left.items() if after.get(name, sha256) != sha256
+        ],
+        "tree": after,
+    }
+
+
+def main(source_path: Path, scratch: Path) -> None:
+    """Convert once in peace, then die at each chosen moment."""
+    source = open_source(source_path)
+    plan = plan_build(source, load_profile("mxfp4"))
+    with watched(None) as made:
+        run(plan, source, scratch / "whole")
+    kills = {}
+    for number in chosen(made):
+        out = scratch / f"killed-{number}"
+        kills[f"{number} {made[number]}"] = kill_and_continue(plan, source, out, number)
+        shutil.rmtree(out)
+    whole = tree(scratch / "whole")
+    sys.stdout.write(json.dumps({"whole": whole, "kills": kills}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

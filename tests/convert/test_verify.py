@@ -1,0 +1,232 @@
+"""Verification passes a good build and catches each kind of damage, alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kimi_k3_mlx.convert import naive
+from kimi_k3_mlx.convert.run import run
+from kimi_k3_mlx.convert.verify import verify_build
+from kimi_k3_mlx.errors import MismatchError
+from kimi_k3_mlx.tensors import source as source_module
+from kimi_k3_mlx.tensors.source import INDEX
+from tests.convert.conftest import Planned, planned
+from tests.convert.damage import LAYER, changing_config, changing_json, editing, shard_of, values_of
+from tests.tiny_k3 import REAL_EXPERT_COUNT, write_source
+
+MOE = f"{LAYER}2.mlp."
+STACK = f"{MOE}switch_mlp.down_proj."
+KDA, MLA = f"{LAYER}0.self_attn.", f"{LAYER}3.self_attn."
+Check = Callable[[Path], str]
+
+
+@pytest.fixture
+def caught(tiny_plan: Planned) -> Check:
+    """Verify a build that must fail; return the message."""
+
+    def check(build: Path) -> str:
+        with pytest.raises(MismatchError) as error:
+            verify_build(build, tiny_plan[1])
+        assert error.value.exit_code == 3
+        return error.value.message
+
+    return check
+
+
+def test_a_good_build_passes(tiny_build: Path, tiny_plan: Planned) -> None:
+    _, source = tiny_plan
+    seen: list[int] = []
+    report = verify_build(tiny_build, source, lambda done, total, what: seen.append(done))
+    assert report.n_tensors == len(source.tensors)
+    assert report.n_expert_tensors == 4 * 8 * 6
+    assert report.n_bytes == source.total_size == seen[-1]
+    assert report.to_json()["nan_scales"] == 0
+
+
+def test_all_896_experts_are_compared(tmp_path: Path) -> None:
+    plan, source = planned(write_source(tmp_path / "source", REAL_EXPERT_COUNT))
+    run(plan, source, tmp_path / "out")
+    assert verify_build(tmp_path / "out", source).n_expert_tensors == 3 * 896 * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "source_name"),
+    [
+        (f"{MOE}gate.weight", f"{LAYER}2.block_sparse_moe.gate.weight"),
+        (
+            f"{MOE}e_score_correction_bias",
+            f"{LAYER}2.block_sparse_moe.gate.e_score_correction_bias",
+        ),
+        (f"{STACK}weight", f"{LAYER}2.block_sparse_moe.experts.1.w2.weight_packed"),
+        (f"{STACK}scales", f"{LAYER}2.block_sparse_moe.experts.1.w2.weight_scale"),
+    ],
+)
+def test_two_swapped_experts_are_caught(
+    build: Path, caught: Check, name: str, source_name: str
+) -> None:
+    """A permuted router row, bias or expert, each alone, misroutes without any other sign."""
+    with values_of(build, name) as values:
+        values[[1, 6]] = values[[6, 1]]
+    message = caught(build)
+    assert message.startswith(f"tensor {name}: element [")
+    number = 1 if values_are_visited_in_order(name) else 6
+    assert source_name.replace("experts.1.", f"experts.{number}.") in message
+
+
+def values_are_visited_in_order(name: str) -> bool:
+    """The source's shards list experts last to first."""
+    return "switch_mlp" not in name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{KDA}qkv_proj.weight",
+        f"{KDA}qkv_conv.conv.weight",
+        f"{KDA}A_log",
+        f"{KDA}dt_bias",
+        f"{MLA}embed_q.weight",
+        f"{MLA}unembed_out.weight",
+        f"{MLA}o_proj.weight",
+        f"{LAYER}0.mlp.up_proj.weight",
+        f"{LAYER}4.mlp_res_proj.weight",
+        f"{MOE}shared_experts.gate_proj.weight",
+        f"{MOE}routed_expert_norm.weight",
+        "language_model.model.embed_tokens.weight",
+        "language_model.lm_head.weight",
+        "mm_projector.proj.2.weight",
+        "vision_tower.patch_embed.pos_emb.weight",
+    ],
+)
+@pytest.mark.parametrize("place", ["first", "last", "all"])
+def test_a_wrong_element_is_caught_anywhere(
+    build: Path, caught: Check, name: str, place: str
+) -> None:
+    with values_of(build, name) as values:
+        flat = values.reshape(-1)
+        if place == "all":
+            flat[:] = 0
+        else:
+            flat[0 if place == "first" else -1] += 1
+        position = np.unravel_index(flat.size - 1 if place == "last" else 0, values.shape)
+    message = caught(build)
+    assert message.startswith(f"tensor {name}: element [")
+    if place != "all":
+        assert f"element {[int(i) for i in position]} is " in message
+
+
+def test_the_message_gives_both_values(build: Path, caught: Check) -> None:
+    name = f"{LAYER}1.input_layernorm.weight"
+    with values_of(build, name) as values:
+        bits = np.array([int(values[5]) << 16], np.uint32)
+        values[5] = 0xC040
+    assert caught(build) == (
+        f"tensor {name}: element [5] is -3.0, expected {bits.view(np.float32)[0]} "
+        f"(source tensor {name})."
+    )
+
+
+def test_a_difference_in_a_later_block_is_placed_right(
+    build: Path, caught: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "BUFFER_BYTES", 256)
+    with values_of(build, "language_model.lm_head.weight") as values:
+        values[300, 33] ^= 1
+    assert "element [300, 33] is" in caught(build)
+
+
+def test_narrowed_f32_tensors_are_caught(build: Path, caught: Check) -> None:
+    name = f"{KDA}o_norm.weight"
+    with editing(build, name) as tensors:
+        tensors[name] = ("BF16", (32,), bytes(64))
+    assert caught(build) == f"tensor {name}: BF16 (32,), expected F32 (32,)."
+
+
+def test_a_missing_and_a_surplus_tensor_are_caught(build: Path, caught: Check) -> None:
+    name = f"{KDA}dt_bias"
+    with editing(build, name) as tensors:
+        kept = tensors.pop(name)
+    assert caught(build).startswith(f"tensor {name} is missing in the build")
+    with editing(build, f"{KDA}A_log") as tensors:
+        tensors[name] = kept
+        tensors["surplus"] = kept
+    assert "tensor surplus: 256 of its 256 bytes have no counterpart" in caught(build)
+
+
+def test_a_missing_and_a_truncated_shard_are_caught(build: Path, caught: Check) -> None:
+    path = shard_of(build, f"{STACK}weight")
+    os.truncate(path, path.stat().st_size - 1)
+    assert f"{path.name} is truncated" in caught(build)
+    path.unlink()
+    assert f"shard {path.name} is named by {INDEX} but missing" in caught(build)
+
+
+def test_a_zeroed_tail_is_caught(build: Path, caught: Check) -> None:
+    path = shard_of(build, f"{STACK}weight")
+    size = path.stat().st_size
+    os.truncate(path, size - 4096)
+    os.truncate(path, size)
+    assert "tensor language_model.model.layers.2." in caught(build)
+
+
+def test_a_stale_shard_is_caught(build: Path, caught: Check) -> None:
+    shutil.copy(shard_of(build, f"{STACK}weight"), build / "model-old.safetensors")
+    assert caught(build).startswith("model-old.safetensors is in ")
+
+
+def test_a_wrong_total_size_is_caught(build: Path, caught: Check) -> None:
+    with changing_json(build / INDEX) as index:
+        index["metadata"]["total_size"] += 1
+    assert "states a total_size" in caught(build)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_experts", 7, "text_config.num_experts is 7, expected 8"),
+        ("num_hidden_layers", 4, "text_config.num_hidden_layers is 4, expected 5"),
+        ("rms_norm_eps", 1e-6, "text_config.rms_norm_eps is 1e-06, expected 1e-05"),
+        ("expert_counts", [8], r"text_config.expert_counts is [8], expected None"),
+        ("quantization_config", {}, "text_config.quantization_config is present, expected none"),
+    ],
+)
+def test_a_changed_config_is_caught(
+    build: Path, caught: Check, field: str, value: object, message: str
+) -> None:
+    with changing_config(build) as config:
+        config["text_config"][field] = value
+    assert caught(build) == f"config.json: {message}."
+
+
+def test_a_wrong_quantization_block_is_caught(build: Path, caught: Check) -> None:
+    with changing_config(build) as config:
+        config["quantization"]["bits"] = 8
+    assert caught(build).startswith("config.json: quantization is {'group_size': 32, 'bits': 8")
+
+
+def test_a_missing_sidecar_is_caught(build: Path, caught: Check) -> None:
+    (build / "tokenizer.json").unlink()
+    assert caught(build).startswith("tokenizer.json is missing in")
+
+
+def test_an_unfinished_build_is_caught(build: Path, caught: Check) -> None:
+    (build / "config.json").unlink()
+    assert caught(build).startswith("config.json is missing in")
+
+
+def test_nan_scales_are_reported(copied: Path, convert: Callable[[Path], Path]) -> None:
+    with values_of(copied, f"{LAYER}3.block_sparse_moe.experts.1.w2.weight_scale") as scales:
+        scales[0, :] = 255
+    assert verify_build(convert(copied), planned(copied)[1]).nan_scales == 2
+
+
+def test_the_oracle_shares_no_code_with_the_converter() -> None:
+    lines = Path(naive.__file__).read_text("utf-8").splitlines()
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    assert [line for line in imports if "converters" in line or "convert." in line] == []

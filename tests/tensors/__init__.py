@@ -1,0 +1,1 @@
+"""Safetensors bytes: headers, checkpoints, writers, the journal."""

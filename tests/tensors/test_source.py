@@ -1,0 +1,175 @@
+"""Opening a checkpoint: every disagreement of index, shards and files is found from headers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from kimi_k3_mlx.errors import CheckpointError, UsageError
+from kimi_k3_mlx.schema import Span
+from kimi_k3_mlx.tensors import source as source_module
+from kimi_k3_mlx.tensors.source import INDEX, open_source
+
+SHARD = "model-00002-of-000008.safetensors"
+ROUTER = "language_model.model.layers.1.block_sparse_moe.gate.weight"
+
+
+@pytest.fixture
+def copied(tiny_source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_source, tmp_path / "copy"))
+
+
+def change_index(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    index = json.loads((path / INDEX).read_text())
+    change(index)
+    (path / INDEX).write_text(json.dumps(index))
+
+
+def test_it_knows_every_tensor_and_its_bytes(tiny_source: Path) -> None:
+    source = open_source(tiny_source)
+    with source.reader() as reader, safe_open(tiny_source / SHARD, "np") as reference:
+        for name in ("A_log", "dt_bias", "o_norm.weight"):
+            full = f"language_model.model.layers.1.self_attn.{name}"
+            expected = reference.get_tensor(full)
+            assert source.tensors[full].shape == expected.shape
+            assert reader.read(full) == expected.tobytes()
+        tail = b"".join(map(bytes, reader.blocks(Span(full, 4, expected.nbytes))))
+        assert tail == expected.tobytes()[4:]
+
+
+def test_long_spans_come_in_full_blocks(tiny_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "BUFFER_BYTES", 100)
+    source = open_source(tiny_source)
+    with source.reader() as reader:
+        lengths = [len(block) for block in reader.blocks(Span(ROUTER, 10, 1010))]
+        whole = reader.read(ROUTER)
+    assert lengths == [100] * 10
+    assert len(whole) == source.tensors[ROUTER].n_bytes
+
+
+def test_opening_reads_no_tensor_byte(tiny_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", None)
+    assert len(open_source(tiny_source).tensors) > 300
+
+
+def test_a_missing_folder_and_missing_files(copied: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere is not a folder"):
+        open_source(copied / "nowhere")
+    (copied / SHARD).unlink()
+    with pytest.raises(CheckpointError, match=f"shard {SHARD} is named by .* but missing") as error:
+        open_source(copied)
+    assert error.value.hint == "re-download it: kimi-k3 download --include model-00002*"
+    (copied / INDEX).unlink()
+    with pytest.raises(CheckpointError, match=f"{INDEX} is missing in"):
+        open_source(copied)
+    (copied / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing in"):
+        open_source(copied)
+
+
+def test_several_missing_shards_are_counted(copied: Path) -> None:
+    for number in (2, 3, 4):
+        (copied / f"model-{number:05d}-of-000008.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=f"shard {SHARD} and 2 more is named"):
+        open_source(copied)
+
+
+def test_a_truncated_shard(copied: Path) -> None:
+    size = (copied / SHARD).stat().st_size
+    os.truncate(copied / SHARD, size - 7)
+    with pytest.raises(
+        CheckpointError, match=f"{SHARD} is truncated: {size:,} bytes expected, {size - 7:,} found"
+    ) as error:
+        open_source(copied)
+    assert "--include model-00002*" in error.value.hint
+
+
+def test_a_tensor_that_only_the_index_knows(copied: Path) -> None:
+    change_index(copied, lambda index: index["weight_map"].update({"ghost": SHARD}))
+    with pytest.raises(CheckpointError, match=f"tensor ghost is named by .* absent from {SHARD}"):
+        open_source(copied)
+
+
+def test_a_tensor_that_the_index_does_not_know(copied: Path) -> None:
+    change_index(copied, lambda index: index["weight_map"].pop(ROUTER))
+    with pytest.raises(CheckpointError, match=f"tensor {ROUTER} is in {SHARD} but"):
+        open_source(copied)
+
+
+def test_a_wrong_total_size(copied: Path) -> None:
+    change_index(copied, lambda index: index["metadata"].update(total_size=5))
+    with pytest.raises(CheckpointError, match=r"states a total_size of 5 bytes, the tensors have"):
+        open_source(copied)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not JSON"), ("[]", "is not a JSON object"), ("{}", "has no weight_map")],
+)
+def test_a_damaged_index(copied: Path, content: str, message: str) -> None:
+    (copied / INDEX).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        open_source(copied)
+
+
+def test_an_index_that_leads_out_of_the_folder(copied: Path) -> None:
+    change_index(copied, lambda index: index["weight_map"].update({ROUTER: "../evil.safetensors"}))
+    with pytest.raises(CheckpointError, match="which is no file name"):
+        open_source(copied)
+
+
+def test_a_shard_that_shrinks_while_it_is_read(copied: Path) -> None:
+    source = open_source(copied)
+    last = max(
+        (tensor for tensor in source.tensors.values() if source.weight_map[tensor.name] == SHARD),
+        key=lambda tensor: tensor.end,
+    )
+    with source.reader() as reader:
+        os.truncate(copied / SHARD, last.end - 1)
+        with pytest.raises(CheckpointError, match=f"became shorter .* tensor {last.name}"):
+            reader.read(last.name)
+
+
+def test_the_hash_follows_headers_and_the_state_follows_files(copied: Path) -> None:
+    before = open_source(copied)
+    os.utime(copied / SHARD, ns=(1, 1))
+    after = open_source(copied)
+    assert before.id == after.id
+    assert before.state() == after.state() == open_source(copied).state()
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"bos_token_id": 1}))
+    assert open_source(copied).id.headers_sha256 != before.id.headers_sha256
+
+
+def test_the_state_changes_with_a_file(copied: Path) -> None:
+    source = open_source(copied)
+    before = source.state()
+    os.utime(copied / SHARD, ns=(1, 1))
+    assert source.state() != before
+
+
+def test_the_commit_of_a_cache_snapshot_and_of_a_download(copied: Path, tmp_path: Path) -> None:
+    assert open_source(copied).id.commit is None
+    note = copied / ".cache/huggingface/download/config.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text("c0ffee\netag\n1.0\n")
+    assert open_source(copied).id.commit == "c0ffee"
+    snapshot = tmp_path / "snapshots" / "abad1dea"
+    snapshot.parent.mkdir()
+    copied.rename(snapshot)
+    assert open_source(snapshot).id.commit == "abad1dea"
+
+
+def test_reading_does_not_copy_more_than_asked(tiny_source: Path) -> None:
+    source = open_source(tiny_source)
+    with source.reader() as reader:
+        values = np.frombuffer(reader.read(ROUTER), np.uint16)
+    assert values.size == 8 * 64

@@ -1,0 +1,64 @@
+"""The JSON of what crosses module borders."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kimi_k3_mlx.errors import CheckpointError
+from kimi_k3_mlx.schema import (
+    BuildPlan,
+    BuildTensor,
+    Manifest,
+    PlannedShard,
+    Profile,
+    ShardRecord,
+    SourceId,
+    Span,
+)
+
+SOURCE = SourceId("/models/k3", "c0ffee", "ab" * 32)
+PROFILE = Profile("mxfp4", "everything as it is", "mxfp4", "source")
+MANIFEST = Manifest(
+    "cd" * 32, PROFILE.to_json(), SOURCE, (ShardRecord("a", 9, "ef" * 32, 1),), {"numpy": "2"}
+)
+
+
+def plan(shape: tuple[int, ...] = (2, 3), source: SourceId = SOURCE) -> BuildPlan:
+    tensors = (
+        BuildTensor("a", "BF16", shape, "norm", (Span("x", 0, 6), Span("y", 4, 10))),
+        BuildTensor("b", "F32", (1,), "attention", (Span("z", 0, 8),), "drop_zero_tail"),
+    )
+    return BuildPlan(source, PROFILE, {"a": 1}, 1, (PlannedShard("s", "layer 1/1", 64, tensors),))
+
+
+def test_a_plan_adds_up() -> None:
+    assert (plan().total_size, plan().n_bytes, plan().n_read) == (16, 80, 20)
+
+
+def test_a_plan_as_json_says_where_every_byte_comes_from() -> None:
+    value = json.loads(json.dumps(plan().to_json()))
+    second = value["shards"][0]["tensors"][1]
+    assert (second["offset"], second["n_bytes"], second["inputs"]) == (76, 4, [["z", 0, 8]])
+    assert value["version"] == 1
+
+
+def test_the_hash_knows_the_bytes_and_not_the_place() -> None:
+    moved = SourceId("/elsewhere", None, SOURCE.headers_sha256)
+    assert plan().sha256 == plan(source=moved).sha256
+    assert plan().sha256 != plan(shape=(3, 2)).sha256
+    assert plan().sha256 != plan(source=SourceId("/models/k3", None, "ac" * 32)).sha256
+
+
+def test_a_manifest_survives_json() -> None:
+    assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("version", 7, "version 7, expected 1"), ("shards", [{"name": "a"}], "damaged: 'n_bytes'")],
+)
+def test_a_manifest_that_is_none_is_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Manifest.from_json(MANIFEST.to_json() | {field: value})
