@@ -379,7 +379,7 @@ class ShortConv(nn.Module):
             state = mx.zeros((B, history, C), x.dtype)
         padded = mx.concatenate([state, x], axis=1)
         if T == 1 and not on_gpu():
-            y = nn.silu(self.conv(padded))
+            y = nn.silu(mx.conv1d(padded, self.conv.weight, groups=C))
         else:
             taps = range(history + 1)
             weights = [self.conv.weight[:, i, 0] for i in taps]

@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-import kimi_k3
 import mlx.core as mx
 import mlx.nn as nn
+
+import kimi_k3
 
 FOLDER = Path(__file__).parents[1] / "golden"
 TEXT = ["text_a", "text_c", "text_calm", "text_eps", "variant_nonk3"]

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-import kimi_k3
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, BatchKVCache
 
+import kimi_k3
 from tests.model.golden import TEXT, TOLERANCE, Golden, error, float32_model, read_golden
 
 pytestmark = pytest.mark.parametrize("name", TEXT)
@@ -155,7 +155,8 @@ def test_right_padded_batch(name, sizes):
     golden, model = read_golden(name), float32_model(name)
     mask = golden.vectors["batch_attention_mask"]
     padding = (mask.shape[1] - mask.sum(1)).tolist()
-    rolled = [mx.roll(row, -n) for row, n in zip(golden.vectors["batch_input_ids"], padding)]
+    rows = golden.vectors["batch_input_ids"]
+    rolled = [mx.roll(row, -n) for row, n in zip(rows, padding, strict=True)]
     cache = batch_cache(model, [0] * len(padding))
     for layer_cache in cache:
         layer_cache.prepare(lengths=mask.sum(1).tolist(), right_padding=padding)
@@ -163,7 +164,7 @@ def test_right_padded_batch(name, sizes):
     logits = mx.concatenate([model(part, cache) for part in parts], 1)
     for layer_cache in cache:
         layer_cache.finalize()
-    back = mx.stack([mx.roll(row, n, axis=0) for row, n in zip(logits, padding)])
+    back = mx.stack([mx.roll(x, n, axis=0) for x, n in zip(logits, padding, strict=True)])
     assert error(back * mask[..., None], golden.vectors["batch_logits"]) < TOLERANCE
     steps = decode(model, cache, golden.vectors["batch_next_ids"])
     assert error(steps, golden.vectors["batch_decode_logits"]) < TOLERANCE

@@ -1,11 +1,12 @@
 """The chunked and the one-step gated delta rule against a loop in float64."""
 
-import kimi_k3
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import kimi_k3
 
 TOLERANCE = 1e-5
 
@@ -22,7 +23,9 @@ def naive(q, k, v, log_g, beta, state):
     return np.stack(ys, 1), s
 
 
-def inputs(T: int, decay: str, seed: int = 0, B: int = 1, H: int = 2, D: int = 32) -> list[mx.array]:
+def inputs(
+    T: int, decay: str, seed: int = 0, B: int = 1, H: int = 2, D: int = 32
+) -> list[mx.array]:
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((B, T, H, D)) for _ in range(3))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -107,4 +110,3 @@ def test_unit_lower_inverse(size):
     want = np.linalg.inv(np.eye(size) + n.astype(np.float64))
     got = np.array(kimi_k3.unit_lower_inverse(mx.array(n)))
     assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
-

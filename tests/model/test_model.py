@@ -4,12 +4,12 @@ import json
 import math
 from dataclasses import replace
 
-import kimi_k3
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import kimi_k3 as stock
 
+import kimi_k3
 from tests.model.golden import FOLDER, TEXT, build, error, float32_model, read_golden
 
 
@@ -90,7 +90,8 @@ def test_float32_weights_do_not_promote_the_stream(path, request):
         assert logits.dtype == mx.bfloat16
     assert {dtype for (what, _), dtype in seen.items() if what == "hidden"} == {mx.bfloat16}
     if path == "gpu":
-        assert cache[0][0].dtype == mx.bfloat16 and cache[3].keys.dtype == mx.bfloat16
+        assert cache[0][0].dtype == mx.bfloat16
+        assert cache[3].keys.dtype == mx.bfloat16
     assert cache[0][1].dtype == mx.float32
 
 

@@ -1,0 +1,83 @@
+"""Two processes give what one gives, and every split of the layers tiles the model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kimi_k3
+from tests.model.golden import TOLERANCE, float32_model, read_golden
+
+ROOT = Path(__file__).parents[2]
+
+
+# text_a splits at a residual block, text_eps inside one, and variant_nonk3 has none.
+NAMES = ["text_a", "text_eps", "variant_nonk3"]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str], dict]:
+    """Rank 0's findings by split and configuration, from one launch."""
+    command = [
+        *(str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--backend", "ring", "--"),
+        *(sys.executable, "-m", "tests.model.ranks", *NAMES),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 2 * len(NAMES), done.stdout[-3000:] + done.stderr[-3000:]
+    return {(line["split"], line["name"]): line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_pipeline_is_bit_identical(found, name):
+    run = found["pipeline", name]
+    assert run["ranks"] == 2
+    assert run["layers"] == read_golden(name).n_layers // 2, "rank 0 has the later, smaller half"
+    assert run["difference"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_parallel(found, name):
+    run = found["tensor", name]
+    assert run["ranks"] == 2
+    assert run["layers"] == read_golden(name).n_layers
+    assert run["error"] < TOLERANCE
+
+
+class Rank:
+    """A group of which only rank and size are asked."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_pipeline_ranges_tile_93_layers(size):
+    config = dict(read_golden("text_a").config["text_config"])
+    kda = [n for n in range(1, 94) if n % 4 and n != 93]
+    config |= {"num_hidden_layers": 93, "num_experts": 4}
+    config["linear_attn_config"] = config["linear_attn_config"] | {"kda_layers": kda}
+    whole = kimi_k3.TextModel(kimi_k3.TextArgs.from_dict(config))
+    layers, seen = whole.layers, []
+    for rank in reversed(range(size)):
+        whole.layers, whole.start, whole.end = list(layers), 0, 93
+        whole.pipeline(Rank(rank, size))
+        seen += whole.local_layers
+        assert whole.layers[: whole.start] == [None] * whole.start
+    assert len(seen) == 93
+    assert all(a is b for a, b in zip(seen, layers, strict=True))
+
+
+def test_one_rank_shards_nothing():
+    model = float32_model("text_a")
+    before = model.layers[0].self_attn.qkv_proj
+    model.shard(Rank(0, 1))
+    assert model.layers[0].self_attn.qkv_proj is before
