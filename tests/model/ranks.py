@@ -3,13 +3,13 @@
 mlx.launch -n 2 --backend ring -- python -m tests.model.ranks text_a text_eps
 """
 
+import itertools
 import json
 import sys
 
 import mlx.core as mx
 
 from tests.model.golden import build, error, read_golden, widen
-import itertools
 
 
 def logits(model, ids: mx.array) -> mx.array:

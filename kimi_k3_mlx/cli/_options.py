@@ -1,0 +1,134 @@
+"""The argument parser of every verb, and the options that several verbs share.
+
+Usage errors become `UsageError` with the nearest option that exists; nothing here exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+from collections.abc import Iterable
+from typing import NoReturn
+
+from kimi_k3_mlx.errors import UsageError
+
+MAX_WIDTH = 100
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help that looks the same under every Python, with the defaults that matter."""
+
+    def __init__(self, prog: str, **_: object) -> None:
+        width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+        super().__init__(prog, max_help_position=30, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+        return ", ".join(action.option_strings) + value
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default in (None, False, argparse.SUPPRESS) or action.nargs == 0
+        return action.help if silent else f"{action.help} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError where argparse would print and exit."""
+
+    def __init__(self, *, examples: Iterable[str], **options: str | None) -> None:
+        lines = "\n".join(f"  {example}" for example in examples)
+        super().__init__(
+            prog=options["prog"],
+            usage=options["usage"],
+            description=options["description"],
+            epilog=f"examples:\n{lines}",
+            formatter_class=Formatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        # Python 3.14 colours help by itself; docs/cli.md and pipes want plain text.
+        self.color = False
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Parse a verb's arguments; an unknown option is named with the nearest one that exists."""
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for token in argv:
+            flag = token.split("=")[0]
+            if token == "--":
+                break
+            if flag.startswith("--") and flag not in known and " " not in token:
+                hint = nearest(flag, known, f"{self.prog} --help")
+                raise UsageError(f"unknown option {flag} for {self.prog}.", hint)
+        return self.parse_args(argv)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting."""
+        raise UsageError(f"{message}.", f"{self.prog} --help")
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint that names the closest known word, or another command when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else otherwise
+
+
+def source_options(parser: Parser, *, required: bool = True) -> argparse._ArgumentGroup:
+    """`--hf-path`: the checkpoint in Moonshot's layout."""
+    group = parser.add_argument_group("source")
+    group.add_argument(
+        "--hf-path",
+        "--model",
+        dest="source",
+        metavar="DIR",
+        required=required,
+        help="folder of the source checkpoint in Moonshot's layout",
+    )
+    return group
+
+
+def common_options(parser: Parser, *, json: bool = True, quiet: bool = True) -> None:
+    """`-q`, `--json` and `--help`, in the last group of every verb."""
+    group = parser.add_argument_group("output")
+    if quiet:
+        group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    if json:
+        group.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    group.add_argument("-h", "--help", action="help", help="show this text")
+
+
+def positive(text: str) -> int:
+    """An integer of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """An integer of at least zero."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    return number(text, 1.0, "from 0 to 1")
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least 0."""
+    return number(text, sys.float_info.max, "of at least 0")
+
+
+def number(text: str, highest: float, wanted: str) -> float:
+    """A number from 0 to `highest`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value <= highest:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
+    return value

@@ -1,0 +1,1 @@
+"""What talks to the Hugging Face Hub."""

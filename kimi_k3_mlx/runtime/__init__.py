@@ -1,0 +1,1 @@
+"""Running a build: loading it, and generating text through mlx-lm."""

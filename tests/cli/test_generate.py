@@ -1,0 +1,104 @@
+"""`kimi-k3 generate`: text on stdout as it comes, numbers on stderr, no speed that is not true."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, program
+
+
+def test_text_on_stdout_statistics_on_stderr(kimi: Run, tiny_build: Path) -> None:
+    result = kimi("generate", "--model", tiny_build, "-p", "def f(", "-m", 8)
+    assert result.code == 0
+    assert result.out.endswith("\n")
+    assert "[6 prompt + 8 generated tokens in " in result.err
+    assert "stopped by length]" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_no_speed_is_stated_for_weights_that_are_not_wired(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "def f(", "-m", 3)
+    text, told = kimi(*args), json.loads(kimi(*args, "--json").out)
+    if told["wired"]:
+        pytest.skip("this machine has a GPU and wires the weights")
+    assert "tok/s" not in text.err
+    assert told["generation_tokens_per_second"] is None
+
+
+def test_json_holds_the_same_text(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "def f(", "-m", 8, "-q")
+    text, result = kimi(*args), kimi(*args, "--json")
+    told = json.loads(result.out)
+    assert told["text"] + "\n" == text.out
+    assert (told["prompt_tokens"], told["generation_tokens"]) == (6, 8)
+    assert text.err == ""
+
+
+def test_a_seed_repeats_and_another_differs(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "x", "-m", 12, "--temp", 1, "-q", "--seed")
+    first, again, other = (kimi(*args, seed).out for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_the_prompt_may_come_from_stdin(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-m", 4)
+    piped = program(*args, "-p", "-", stdin="def f(")
+    assert piped.code == 0
+    assert piped.out == kimi(*args, "-p", "def f(").out
+    assert "[6 prompt + 4" in piped.err
+    assert "transformers" not in piped.err
+
+
+def test_a_prompt_that_is_no_text_is_refused(
+    kimi: Run, tiny_build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"caf\xe9"), "utf-8"))
+    result = kimi("generate", "--model", tiny_build, "-p", "-")
+    assert result.code == 2
+    assert "kimi-k3: error: the prompt on stdin is no text: " in result.err
+
+
+def test_an_empty_prompt_is_refused(kimi: Run, tiny_build: Path) -> None:
+    result = kimi("generate", "--model", tiny_build, "-p", "")
+    assert result.code == 2
+    assert result.err.startswith("kimi-k3: error: the prompt is empty.")
+
+
+def test_a_source_and_its_build_write_the_same(
+    kimi: Run, tiny_source: Path, tiny_build: Path
+) -> None:
+    """Stock names and source names load alike: conversion loses nothing that tokens can see."""
+    source, build = (
+        kimi("generate", "--model", path, "-p", "import ", "-m", 6, "-q").out
+        for path in (tiny_source, tiny_build)
+    )
+    assert source == build
+
+
+def test_what_does_not_load_is_one_sentence(kimi: Run, tiny_build: Path, tmp_path: Path) -> None:
+    build = shutil.copytree(tiny_build, tmp_path / "build")
+    (build / "model-00002-of-000008.safetensors").rename(build / "model-stale.safetensors")
+    args = ("generate", "--model", build, "-p", "x")
+    missing = kimi(*args)
+    assert missing.code == 1
+    assert "lacks model-00002-of-000008.safetensors of the 8 in its index" in missing.err
+    shutil.copy(build / "model-stale.safetensors", build / "model-00002-of-000008.safetensors")
+    stale = kimi(*args)
+    assert stale.code == 1
+    assert "holds model-stale.safetensors that the index does not name" in stale.err
+
+
+def test_a_cpu_needs_no_compiler_and_no_environment(
+    kimi: Run, tiny_build: Path, tmp_path: Path
+) -> None:
+    """MLX fuses on a CPU by running g++ for each kernel, a minute for the first prompt."""
+    args = ("generate", "--model", tiny_build, "-p", "def f(", "-m", 4)
+    result = program(*args, MLX_DISABLE_COMPILE=None, TMPDIR=str(tmp_path))
+    assert result.code == 0, result.err
+    assert result.out == kimi(*args).out
+    assert not (tmp_path / "mlx").exists()
