@@ -14,7 +14,7 @@ from kimi_k3_mlx.cli._output import table, write, write_json
 from kimi_k3_mlx.units import format_bytes
 
 if TYPE_CHECKING:
-    from kimi_k3_mlx.runtime.inventory import Inventory
+    from kimi_k3_mlx.convert.inventory import Inventory
 
 USAGE = "PATH [options]"
 EXAMPLES = (
@@ -35,7 +35,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Show it."""
-    from kimi_k3_mlx.runtime.inventory import take_inventory
+    from kimi_k3_mlx.convert.inventory import take_inventory
 
     inventory = take_inventory(Path(args.path))
     listed = tensors(inventory, args.tensors) if args.tensors else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kimi_k3_mlx.runtime.inventory import take_inventory
+from kimi_k3_mlx.convert.inventory import take_inventory
 from tests.cli.conftest import Run
 from tests.tiny_k3 import REAL_EXPERT_COUNT, write_source
 
