@@ -90,7 +90,8 @@ def check_tokenizer(path: Path) -> None:
     """Refuse a folder without a tokenizer that loads without remote code."""
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(
-            f"{path} has no tokenizer.json.", "copy the tokenizer files of the source into it."
+            f"{path} has no tokenizer.json.",
+            "put one there: K3's own tiktoken.model needs remote code, which is never run.",
         )
 
 

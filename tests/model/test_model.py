@@ -59,7 +59,8 @@ def test_every_parameter_of_the_real_model_has_stocks_name_and_shape():
     assert sum(math.prod(shape) for shape in ours.values()) > 2.7e12
 
 
-def test_bf16_logits_on_the_cpu():
+def test_bf16_logits_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(kimi_k3, "on_gpu", lambda: False)
     golden = read_golden("text_calm")
     logits = build(golden.config, golden.weights)(golden.vectors["input_ids"])
     assert logits.dtype == mx.bfloat16
@@ -78,7 +79,8 @@ def test_bf16_logits_with_the_dtypes_of_the_gpu(gpu_path, split):
 
 
 @pytest.mark.parametrize("path", ["cpu", "gpu"])
-def test_float32_weights_do_not_promote_the_stream(path, request):
+def test_float32_weights_do_not_promote_the_stream(path, request, monkeypatch):
+    monkeypatch.setattr(kimi_k3, "on_gpu", lambda: False)
     if path == "gpu":
         request.getfixturevalue("gpu_path")
     golden = read_golden("text_calm")
