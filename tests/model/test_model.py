@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import kimi_k3 as stock
+from mlx_lm.utils import load_model
 
 import kimi_k3
 from tests.model.golden import FOLDER, TEXT, build, error, float32_model, read_golden
@@ -151,6 +153,27 @@ def test_another_number_of_experts_in_every_layer():
     ids = golden.vectors["input_ids"]
     assert error(model(ids), whole(ids)) < 1e-5
     assert error(model(ids), golden.vectors["logits_prefill"]) > 1e-2
+
+
+def test_mlx_lm_runs_the_copy_in_a_build(tmp_path):
+    """`model_file` with uneven counts: plain mlx-lm executes the copy as `custom_model`."""
+    config, weights = pruned({1: list(range(12)), 2: list(range(2, 9)), 3: list(range(16))})
+    model = build(config, weights)
+    shutil.copy(kimi_k3.__file__, tmp_path)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    build_config = {
+        **{k: v for k, v in config.items() if k != "text_config"},
+        "text_config": {k: v for k, v in config["text_config"].items() if "quant" not in k},
+        "quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+        "model_file": "kimi_k3.py",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(build_config))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_model(tmp_path)
+    loaded, _ = load_model(tmp_path, trust_remote_code=True)
+    assert type(loaded).__module__ == "custom_model"
+    ids = read_golden("text_a").vectors["input_ids"]
+    assert mx.array_equal(loaded(ids), model(ids))
 
 
 def text_args(**changes) -> kimi_k3.TextArgs:
