@@ -23,11 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.nn.layers.distributed import shard_inplace, shard_linear, sum_gradients
-from mlx_lm.models.base import (
-    BaseModelArgs,
-    create_attention_mask,
-    create_ssm_mask,
-)
+from mlx_lm.models.base import BaseModelArgs, create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 from mlx_lm.models.mla import MultiLinear
@@ -39,7 +35,7 @@ LayerTap = Callable[[str, mx.array], None]
 
 L2_EPS = 1e-6
 MLA_NORM_EPS = 1e-6
-# Gathers of this many rows or more are sorted by expert, as in mlx_lm's SwitchGLU.
+# From this many rows on, gathers are sorted by expert, as in mlx_lm's SwitchGLU.
 SORT_THRESHOLD = 64
 
 
@@ -94,12 +90,18 @@ class TextArgs(BaseModelArgs):
                 )
         if self.linear_attn_config is None:
             raise ValueError("text_config.linear_attn_config is missing.")
-        counts = self.expert_counts
-        if counts is not None and len(counts) != self.num_hidden_layers:
-            raise ValueError(
-                f"text_config.expert_counts has {len(counts)} entries "
-                f"for {self.num_hidden_layers} layers."
-            )
+        if self.expert_counts is not None:
+            self.check_expert_counts(self.expert_counts, self.num_experts_per_token)
+
+    def check_expert_counts(self, counts: list[int], top_k: int):
+        if (n := self.num_hidden_layers) != len(counts):
+            raise ValueError(f"text_config.expert_counts has {len(counts)} entries for {n} layers.")
+        for layer, n in enumerate(counts):
+            if self.is_moe(layer) and n < top_k:
+                raise ValueError(
+                    f"text_config.expert_counts keeps {n} experts in layer {layer}, "
+                    f"but the router selects {top_k} per token."
+                )
 
     def is_kda(self, layer: int) -> bool:
         return layer + 1 in self.linear_attn_config["kda_layers"]
@@ -296,9 +298,8 @@ ATTN_RES_SOURCE = """
 
 @cache
 def metal_kernel(name: str, inputs: str, output: str, source: str):
-    return mx.fast.metal_kernel(
-        name=name, input_names=inputs.split(), output_names=[output], source=source
-    )
+    names = {"input_names": inputs.split(), "output_names": [output]}
+    return mx.fast.metal_kernel(name=name, source=source, **names)
 
 
 @cache
@@ -381,9 +382,8 @@ class ShortConv(nn.Module):
         if T == 1 and not on_gpu():
             y = nn.silu(mx.conv1d(padded, self.conv.weight, groups=C))
         else:
-            taps = range(history + 1)
-            weights = [self.conv.weight[:, i, 0] for i in taps]
-            y = conv_silu([padded[:, i : i + T] for i in taps], weights)
+            weights = [self.conv.weight[:, i, 0] for i in range(history + 1)]
+            y = conv_silu([padded[:, i : i + T] for i in range(history + 1)], weights)
         if lengths is not None:
             ends = mx.clip(lengths, 0, T)[:, None] + mx.arange(history)
             return y, mx.take_along_axis(padded, ends[..., None], axis=1)
@@ -419,13 +419,14 @@ def kda_step(q, k, v, g, beta, state) -> tuple[mx.array, mx.array]:
 
 
 CHUNK = 16
+# Beyond this decay a step, exp of half a chunk leaves the range of float32.
+CHUNK_BOUND = -5.0
 
 
 def unit_lower_inverse(n: mx.array) -> mx.array:
     """(I + n)⁻¹ for a strictly lower triangular n [..., m, m], m a power of two.
 
-    By halves down to 4, where (I - n)(I + n²) is exact. Squaring from 16 on is shorter, but loses
-    three digits when keys repeat.
+    By halves down to 4, where (I - n)(I + n²) is exact; squaring from 16 on loses three digits.
     """
     m = n.shape[-1]
     if m <= 4:
@@ -442,7 +443,7 @@ def kda_chunks(q, k, v, log_g, beta, state: mx.array | None) -> tuple[mx.array, 
     """The gated delta rule of KDA over chunks of 16 tokens, in matrix products.
 
     q, k, log_g [B, T, H, K], v [B, T, H, V], beta [B, T, H], state [B, H, V, K], all float32;
-    log_g ≥ -5 a step. Returns y [B, T, H, V] and the state. WY form of the delta rule as in
+    log_g ≥ CHUNK_BOUND. Returns y [B, T, H, V] and the state. WY form of the delta rule as in
     Kimi Linear (arXiv 2510.26692, §3); exponents refer to the middle of the chunk, so that they
     stay within ±40.
     """
@@ -484,6 +485,7 @@ class DeltaAttention(nn.Module):
         config = args.linear_attn_config
         self.num_heads, self.head_dim = config["num_heads"], config["head_dim"]
         self.lower_bound = config.get("gate_lower_bound")
+        self.chunks = self.lower_bound is not None and self.lower_bound >= CHUNK_BOUND
         self.eps = args.rms_norm_eps
         hidden, width = args.hidden_size, self.num_heads * self.head_dim
 
@@ -531,7 +533,7 @@ class DeltaAttention(nn.Module):
         a = self.f_b_proj(self.f_a_proj(x)).reshape(heads)
         decay_args = (a, self.A_log[:, None], self.dt_bias.reshape(heads[2:]), self.lower_bound)
         beta = sigmoid32(self.b_proj(x))
-        if self.lower_bound is not None and x.shape[1] > 1 and not on_gpu():
+        if self.chunks and x.shape[1] > 1 and not on_gpu():
             log_g = decay(*decay_args, log=True)
             if mask is not None:
                 log_g, beta = log_g * mask[..., None, None], beta * mask[..., None]
@@ -598,6 +600,8 @@ class LatentAttention(nn.Module):
         q_nope, q_pe = mx.split(self.queries(x), [self.nope_dim], axis=-1)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.kv_rank], axis=-1)
         latent = self.kv_a_layernorm(latent)
+        if hasattr(cache, "bits"):
+            raise ValueError("Kimi-K3's latent cache can't be quantized: leave out --kv-bits.")
         if cache is not None:
             latent, k_pe = cache.update_and_fetch(latent, k_pe)
 
@@ -795,8 +799,8 @@ class SparseMoE(nn.Module):
         self.sharding_group = None
 
     def __call__(self, x: mx.array, tap: LayerTap | None = None) -> mx.array:
-        """Taps: `router_scores` [B, T, E], `experts` and `router_weights` [B, T, k], and
-        `expert_output` [B, T, k, latent], before it is weighted."""
+        """Taps: `router_scores` [B, T, E]; `experts`, `router_weights` [B, T, k]; and, before it
+        is weighted, `expert_output` [B, T, k, latent]."""
         if self.sharding_group is not None:
             x = sum_gradients(self.sharding_group)(x)
         scores = router_scores(self.gate, x)
@@ -1088,9 +1092,7 @@ def fuse(weights: dict[str, mx.array], template: str):
 def sanitize_mla(args: TextArgs, prefix: str, weights: dict[str, mx.array]):
     """Splits kv_b_proj into the key half, absorbed into the queries, and the value half."""
     if f"{prefix}.kv_b_proj.scales" in weights:
-        raise ValueError(
-            f"{prefix}.kv_b_proj is quantized; convert the model again with this version."
-        )
+        raise ValueError(f"{prefix}.kv_b_proj is quantized: convert the model from its source.")
     if (w := weights.pop(f"{prefix}.kv_b_proj.weight", None)) is not None:
         w = w.reshape(args.num_attention_heads, -1, w.shape[-1])
         keys, values = mx.split(w, [args.qk_nope_head_dim], axis=1)

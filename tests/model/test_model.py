@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import kimi_k3 as stock
+from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load_model
 
 import kimi_k3
@@ -189,6 +190,7 @@ def text_args(**changes) -> kimi_k3.TextArgs:
         ({"mla_use_nope": False}, "mla_use_nope is False"),
         ({"linear_attn_config": None}, "linear_attn_config is missing"),
         ({"expert_counts": [4, 4]}, "expert_counts has 2 entries for 4 layers"),
+        ({"expert_counts": [0, 4, 3, 4]}, "keeps 3 experts in layer 2, but the router selects 4"),
     ],
 )
 def test_what_the_model_is_not_is_refused(change, words):
@@ -213,6 +215,28 @@ def test_a_wrong_eps_shows():
             layer.self_attn.kv_a_layernorm.eps = 1e-5
     ids = golden.vectors["input_ids"]
     assert error(model(ids), golden.vectors["logits_prefill"]) > 1e-2
+
+
+@pytest.mark.parametrize("bound", [-5.0, -8.0, -11.0])
+def test_a_stronger_decay_than_chunks_can_take_is_run_token_by_token(bound, monkeypatch):
+    """exp of half a chunk at -11 a step is beyond float32: it was NaN without a word."""
+    golden = read_golden("text_a")
+    linear = golden.config["text_config"]["linear_attn_config"] | {"gate_lower_bound": bound}
+    text = golden.config["text_config"] | {"linear_attn_config": linear}
+    weights = {k: v * 0 + 40 if k.endswith("dt_bias") else v for k, v in golden.weights.items()}
+    model = build(golden.config | {"text_config": text}, weights)
+    ids = golden.vectors["input_ids"]
+    logits, cache = model(ids), model.make_cache()
+    steps = [model(ids[:, i : i + 1], cache) for i in range(ids.shape[1])]
+    assert error(logits, mx.concatenate(steps, 1)) < 3e-5
+
+
+def test_quantized_latent_cache_is_refused():
+    model = float32_model("text_a")
+    cache = model.make_cache()
+    cache[3] = QuantizedKVCache(group_size=32, bits=8)
+    with pytest.raises(ValueError, match="leave out --kv-bits"):
+        model(mx.array([[4]]), cache)
 
 
 def test_sanitize_leaves_build_names_alone():
