@@ -43,10 +43,10 @@ VERBS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; without `argv`, as a program with the process's own arguments."""
-    if argv is None:
-        become_program()
-        argv = sys.argv[1:]
     try:
+        if argv is None:
+            become_program()
+            argv = sys.argv[1:]
         return dispatch(argv)
     except KimiError as error:
         show_traceback()
@@ -69,10 +69,24 @@ def become_program() -> None:
     """Settings of the whole process, which a caller of `main` keeps to itself."""
     sys.excepthook = report_defect
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A terminal that can't show a character should show the others.
             stream.reconfigure(errors="replace")
+
+
+def open_closed_streams() -> None:
+    """Refuse a closed stdout; a closed stdin or stderr becomes an empty one.
+
+    Python sets such a stream to None, and the next file that is opened takes its number.
+    """
+    stdout_is_closed = sys.stdout is None
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if stdout_is_closed:
+        raise KimiError("standard output is closed.", "send it somewhere: > /dev/null")
 
 
 def dispatch(argv: list[str]) -> int:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from kimi_k3_mlx.errors import UsageError
 
 MAX_WIDTH = 100
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+MAX_SEED = 2**64 - 1
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -66,7 +70,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting."""
-        raise UsageError(f"{message}.", f"{self.prog} --help")
+        hint = f"{self.prog} --help"
+        if value_missing := re.fullmatch(r"argument (\S+): expected one argument", message):
+            flag = value_missing[1].split("/")[0]
+            hint = f"give a value; one that begins with - needs an equals sign: {flag}=-x"
+        raise UsageError(f"{message}.", hint)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
@@ -75,7 +83,7 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {close[0]}?" if close else otherwise
 
 
-def source_options(parser: Parser, *, required: bool = True) -> argparse._ArgumentGroup:
+def source_options(parser: Parser) -> None:
     """`--hf-path`: the checkpoint in Moonshot's layout."""
     group = parser.add_argument_group("source")
     group.add_argument(
@@ -83,10 +91,10 @@ def source_options(parser: Parser, *, required: bool = True) -> argparse._Argume
         "--model",
         dest="source",
         metavar="DIR",
-        required=required,
+        type=folder,
+        required=True,
         help="folder of the source checkpoint in Moonshot's layout",
     )
-    return group
 
 
 def common_options(parser: Parser, *, json: bool = True, quiet: bool = True) -> None:
@@ -97,6 +105,17 @@ def common_options(parser: Parser, *, json: bool = True, quiet: bool = True) -> 
     if json:
         group.add_argument("--json", action="store_true", help="one JSON object on stdout")
     group.add_argument("-h", "--help", action="help", help="show this text")
+
+
+def folder(text: str) -> Path:
+    """A checkpoint's folder; the name of a repository is answered with how to fetch it."""
+    path = Path(text)
+    if REPOSITORY.fullmatch(text) and not path.parent.exists():
+        raise UsageError(
+            f"{text} is not a folder.",
+            f"fetch it first: kimi-k3 download {text} --local-dir ./{path.name}",
+        )
+    return path
 
 
 def positive(text: str) -> int:
@@ -111,6 +130,14 @@ def count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
+
+
+def seed(text: str) -> int:
+    """An unsigned integer of 64 bits."""
+    value = count(text)
+    if value > MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_SEED}, the largest seed")
+    return value
 
 
 def fraction(text: str) -> float:

@@ -31,8 +31,8 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def write_json(value: object) -> None:
-    """Print data for programs."""
-    write(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print data for programs, in ASCII: any encoding of stdout leaves it valid JSON."""
+    write(json.dumps(value, indent=2))
 
 
 def report_error(error: KimiError) -> None:

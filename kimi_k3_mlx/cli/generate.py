@@ -11,7 +11,16 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from kimi_k3_mlx.cli._options import Parser, common_options, count, fraction, not_negative, positive
+from kimi_k3_mlx.cli._options import (
+    Parser,
+    common_options,
+    count,
+    folder,
+    fraction,
+    not_negative,
+    positive,
+    seed,
+)
 from kimi_k3_mlx.cli._output import say, write, write_json
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.units import format_bytes
@@ -30,7 +39,9 @@ EXAMPLES = (
 def add_options(parser: Parser) -> None:
     """Declare the options; names and defaults are those of mlx_lm.generate."""
     model = parser.add_argument_group("model and prompt")
-    model.add_argument("--model", metavar="DIR", required=True, help="folder of a build")
+    model.add_argument(
+        "--model", metavar="DIR", type=folder, required=True, help="folder of a build"
+    )
     model.add_argument(
         "-p", "--prompt", metavar="TEXT", required=True, help="text to continue; - reads stdin"
     )
@@ -59,15 +70,13 @@ def add_options(parser: Parser) -> None:
     sampling.add_argument(
         "--min-p", metavar="P", type=fraction, default=0.0, help="least share of the best token"
     )
-    sampling.add_argument("--seed", metavar="N", type=count, help="seed of the sampler")
+    sampling.add_argument("--seed", metavar="N", type=seed, help="seed of the sampler")
     common_options(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Load, generate, report."""
-    prompt = read_stdin() if args.prompt == "-" else args.prompt
-    if not prompt:
-        raise UsageError("the prompt is empty.", "give some text: -p 'def main('")
+    prompt = read_prompt(args.prompt)
     # transformers warns that it does not know K3; only its tokenizer is used.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from kimi_k3_mlx.runtime.generate import Sampling, generate
@@ -84,12 +93,16 @@ def run(args: argparse.Namespace) -> None:
         say(statistics(completion))
 
 
-def read_stdin() -> str:
-    """The whole standard input."""
+def read_prompt(option: str) -> str:
+    """The prompt, from the option or from stdin; bytes that are no text may come as surrogates."""
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt on stdin is no text: {error}.", "give UTF-8.") from error
+        prompt = sys.stdin.read() if option == "-" else option
+        prompt.encode()
+    except UnicodeError as error:
+        raise UsageError("the prompt is not UTF-8.", "convert it: iconv -f L1 -t UTF-8") from error
+    if not prompt:
+        raise UsageError("the prompt is empty.", "give some text: -p 'def main('")
+    return prompt
 
 
 def stream(text: str) -> None:

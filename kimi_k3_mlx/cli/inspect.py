@@ -9,8 +9,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kimi_k3_mlx.cli._options import Parser, common_options
+from kimi_k3_mlx.cli._options import Parser, common_options, folder
 from kimi_k3_mlx.cli._output import table, write, write_json
+from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ KINDS = {"source": "source in Moonshot's layout", "build": "MLX build"}
 def add_options(parser: Parser) -> None:
     """Declare the options."""
     group = parser.add_argument_group("checkpoint")
-    group.add_argument("path", metavar="PATH", help="folder of a source or a build")
+    group.add_argument("path", metavar="PATH", type=folder, help="folder of a source or a build")
     group.add_argument("--tensors", metavar="GLOB", help="list the tensors with matching names")
     common_options(parser, quiet=False)
 
@@ -36,8 +37,11 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Show it."""
     from kimi_k3_mlx.convert.inventory import take_inventory
+    from kimi_k3_mlx.runtime.load import explained
 
-    inventory = take_inventory(Path(args.path))
+    refuse_foreign_build(args.path)
+    with explained(args.path):
+        inventory = take_inventory(args.path)
     listed = tensors(inventory, args.tensors) if args.tensors else []
     if args.json:
         write_json(inventory.to_json() | ({"tensors": listed} if args.tensors else {}))
@@ -45,6 +49,27 @@ def run(args: argparse.Namespace) -> None:
         write(tensor_table(listed) if listed else f"no tensor matches {args.tensors}")
     else:
         write(f"{facts(inventory)}\n\n{parts(inventory)}")
+
+
+def refuse_foreign_build(path: Path) -> None:
+    """Name the tensor that shows that another tool quantized more than our builds have."""
+    from converters.names import role_of
+    from kimi_k3_mlx.runtime.load import explained
+    from kimi_k3_mlx.tensors.source import CONFIG, INDEX, read_json
+
+    with explained(path):
+        if not (path / INDEX).is_file() or "quantization" not in read_json(path / CONFIG):
+            return
+        names = read_json(path / INDEX).get("weight_map") or ()
+    for name in map(str, names):
+        if name.endswith((".scales", ".biases")):
+            try:
+                role_of(name)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{path} is a quantized build of another tool (it has tensor {name}); "
+                    "inspect describes sources and builds of kimi-k3 convert only.",
+                ) from error
 
 
 def facts(inventory: Inventory) -> str:

@@ -26,6 +26,7 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    """0, or as many as there are tokens, keeps all."""
     min_p: float = 0.0
     seed: int | None = None
 
@@ -84,10 +85,11 @@ def responses(build: Loaded, prompt: str, sampling: Sampling) -> Iterator[Any]:
         raise UsageError("the prompt is empty.", "give some text: -p 'def main('")
     if sampling.seed is not None:
         mx.random.seed(sampling.seed)
+    vocabulary = build.config["text_config"]["vocab_size"]
     sampler = make_sampler(
         temp=sampling.temperature,
         top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        top_k=sampling.top_k if sampling.top_k < vocabulary else 0,
         min_p=sampling.min_p,
     )
     stream = stream_generate(

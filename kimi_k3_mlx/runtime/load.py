@@ -7,15 +7,22 @@ Code that lies in the build is never executed.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kimi_k3_mlx.errors import CheckpointError, UsageError
+from converters.config import read_dims
+from kimi_k3_mlx.errors import CheckpointError
+from kimi_k3_mlx.schema import Json
+from kimi_k3_mlx.tensors.source import CONFIG, open_source, read_json
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-MODEL_TYPE = "kimi_k3"
+TOKENIZER = "tokenizer.json"
+OTHER_JSON = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
+FINISH = (
+    "give the folder of a whole checkpoint; to finish a build, run the same kimi-k3 convert again."
+)
+MAKE_AGAIN = "make it again by the same kimi-k3 convert with --overwrite, or download it again."
 
 
 class Loaded(NamedTuple):
@@ -27,85 +34,114 @@ class Loaded(NamedTuple):
 
 
 def load(path: str | Path, *, lazy: bool = False) -> Loaded:
-    """Load a finished build; with `lazy`, weights are read when they are first used."""
+    """Load a finished build; with `lazy`, weights are read when they are first used.
+
+    Raises CheckpointError, naming the file, for a folder that is damaged or no Kimi-K3, and
+    UsageError when there is no folder.
+    """
     path = Path(path)
     check_build(path)
-    check_tokenizer(path)
-    from mlx_lm.utils import load_model, load_tokenizer
-
-    model, config = load_model(
-        path, lazy=lazy, model_config={"model_file": None}, get_model_classes=installed_classes
-    )
-    tokenizer = load_tokenizer(
-        path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
-    )
-    return Loaded(model, tokenizer, config)
+    with explained(path):
+        model, config = load_weights(path, lazy)
+        return Loaded(model, load_tokenizer(path, config.get("eos_token_id")), config)
 
 
-def installed_classes(config: dict[str, Any]) -> tuple[type, type]:
+def check_build(path: Path) -> None:
+    """Refuse a folder that headers and JSON show to be damaged, before any weight is read."""
+    with explained(path):
+        build = open_source(path)
+        check_config(path, build.config)
+        for name in OTHER_JSON:
+            if (path / name).is_file():
+                read_json(path / name)
+    check_extra_shards(path, build.shards)
+    if not (path / TOKENIZER).is_file():
+        raise CheckpointError(
+            f"{path} has no {TOKENIZER}.",
+            "put one there: K3's own tiktoken.model needs remote code, which is never run.",
+        )
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Give errors about a build the hint that mends a build: other readers think of sources."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not (path / CONFIG).is_file():
+            error.hint = FINISH
+        elif not is_source(path):
+            error.hint = MAKE_AGAIN
+        raise
+
+
+def is_source(path: Path) -> bool:
+    """Whether the folder is a checkpoint in Moonshot's layout, as far as its config tells."""
+    try:
+        return "quantization" not in read_json(path / CONFIG)
+    except CheckpointError:
+        return False
+
+
+def check_config(path: Path, config: Json) -> None:
+    """Refuse a config that is not a Kimi-K3's, or asks for what the model doesn't do."""
+    read_dims(config)
+    from kimi_k3 import ModelArgs
+
+    try:
+        ModelArgs.from_dict(config)
+    except ValueError as error:
+        raise CheckpointError(f"{path / CONFIG}: {summary(error)}.") from error
+
+
+def check_extra_shards(path: Path, named: Iterable[str]) -> None:
+    """Refuse shards that mlx-lm would find though the index does not name them."""
+    extra = sorted({shard.name for shard in path.glob("model*.safetensors")} - set(named))
+    if extra:
+        count = extra[0] if len(extra) == 1 else f"{len(extra)} shards ({extra[0]}, …)"
+        raise CheckpointError(
+            f"{path} holds {count} that the index does not name; "
+            "mlx-lm would load it over the build's own weights.",
+            f"move it away: {path / extra[0]}",
+        )
+
+
+def load_weights(path: Path, lazy: bool) -> tuple[Any, Json]:
+    """The model with its weights, and the config."""
+    from mlx_lm.utils import load_model
+
+    try:
+        model, config = load_model(
+            path, lazy=lazy, model_config={"model_file": None}, get_model_classes=installed_classes
+        )
+    except ValueError as error:
+        raise CheckpointError(
+            f"the weights in {path} don't fit its {CONFIG}: {summary(error)}."
+        ) from error
+    return model, config
+
+
+def installed_classes(config: Json) -> tuple[type, type]:
     """The model and its arguments: always the installed module, whatever the build carries."""
     from kimi_k3 import Model, ModelArgs
 
     return Model, ModelArgs
 
 
-def check_build(path: Path) -> None:
-    """Refuse a folder that is no finished K3 build, or whose shards are not those of its index."""
-    if not path.is_dir():
-        raise UsageError(f"{path} is not a folder.", "give the folder of a build: --model DIR")
-    config = read_object(path / CONFIG)
-    if config.get("model_type") != MODEL_TYPE:
-        raise CheckpointError(
-            f"{path / CONFIG} has model_type {config.get('model_type')!r}, expected {MODEL_TYPE!r}."
-        )
-    check_shards(path)
+def load_tokenizer(path: Path, eos_token_ids: Any) -> Any:
+    """The tokenizer, as mlx-lm wraps it."""
+    from mlx_lm import utils
 
-
-def check_shards(path: Path) -> None:
-    """Compare the folder's shards with the index."""
-    weight_map = read_object(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / INDEX} names no shards.")
-    named = set(weight_map.values())
-    found = {shard.name for shard in path.glob("model*.safetensors")}
-    if missing := sorted(named - found):
-        raise CheckpointError(
-            f"{path} lacks {count(missing)} of the {len(named)} in its index.",
-            "run the kimi-k3 convert that made it again.",
-        )
-    if extra := sorted(found - named):
-        raise CheckpointError(
-            f"{path} holds {count(extra)} that the index does not name; "
-            "mlx-lm would load it over the build's own weights.",
-            f"move it away: {path / extra[0]}",
-        )
-
-
-def count(names: list[str]) -> str:
-    """`model-00002.safetensors`, or `5 shards (model-00002.safetensors, …)`."""
-    return names[0] if len(names) == 1 else f"{len(names)} shards ({names[0]}, …)"
-
-
-def check_tokenizer(path: Path) -> None:
-    """Refuse a folder without a tokenizer that loads without remote code."""
-    if not (path / "tokenizer.json").is_file():
-        raise CheckpointError(
-            f"{path} has no tokenizer.json.",
-            "put one there: K3's own tiktoken.model needs remote code, which is never run.",
-        )
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a build."""
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
+        return utils.load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=eos_token_ids)
+    except (KeyError, TypeError, ValueError) as error:
+        # transformers checks little: what it doesn't find or can't use surfaces as any of these.
         raise CheckpointError(
-            f"{path.parent} has no {path.name}: it is not a finished build.",
-            f"finish it by the same kimi-k3 convert, or make one: --mlx-path {path.parent}",
+            f"{path / TOKENIZER} or tokenizer_config.json is no tokenizer: {summary(error)}."
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object.")
-    return value
+
+
+def summary(error: Exception) -> str:
+    """The beginning of another library's message, which may list thousands of tensors."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return " ".join(lines[:2]).rstrip(" ,.:")

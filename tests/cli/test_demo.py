@@ -48,6 +48,9 @@ def test_the_bundled_model_writes_text(tmp_path: Path) -> None:
     text = result.out.split(" others by value")[1].partition("\n")[2]
     assert len(text.split()) > 10
     assert "reserved_token" not in text
+    assert "def " in text
+    assert "self." in text
+    assert "it writes what looks like Python, not what runs.\n$ kimi-k3 generate" in result.err
 
 
 def test_a_package_without_the_model_says_so(kimi: Run, monkeypatch: pytest.MonkeyPatch) -> None:

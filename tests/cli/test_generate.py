@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -54,13 +55,46 @@ def test_the_prompt_may_come_from_stdin(kimi: Run, tiny_build: Path) -> None:
     assert "transformers" not in piped.err
 
 
-def test_a_prompt_that_is_no_text_is_refused(
-    kimi: Run, tiny_build: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_stdin_that_is_no_text_is_refused(
+    errors: str, kimi: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"caf\xe9"), "utf-8"))
-    result = kimi("generate", "--model", tiny_build, "-p", "-")
+    """In a C locale Python decodes stdin with surrogates instead of failing."""
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"caf\xe9"), "utf-8", errors))
+    result = kimi("generate", "--model", "/nowhere", "-p", "-")
     assert result.code == 2
-    assert "kimi-k3: error: the prompt on stdin is no text: " in result.err
+    assert result.err.startswith("kimi-k3: error: the prompt is not UTF-8.\nhint: ")
+
+
+def test_an_argument_that_is_no_text_is_refused(kimi: Run) -> None:
+    result = kimi("generate", "--model", "/nowhere", "-p", os.fsdecode(b"caf\xe9"))
+    assert result.code == 2
+    assert result.err.startswith("kimi-k3: error: the prompt is not UTF-8.\nhint: ")
+
+
+def test_a_prompt_may_begin_with_a_hyphen(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-m", 2)
+    refused = kimi(*args, "-p", "-x")
+    assert refused.code == 2
+    assert refused.err.endswith("one that begins with - needs an equals sign: -p=-x\n")
+    assert "[2 prompt + 2 generated" in kimi(*args, "-p=-x").err
+
+
+def test_a_seed_has_64_bits(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "x", "-m", 2, "--seed")
+    assert kimi(*args, 2**64 - 1).code == 0
+    result = kimi(*args, 2**64)
+    assert result.code == 2
+    assert "--seed: 18446744073709551616 is more than 18446744073709551615" in result.err
+
+
+def test_as_many_candidates_as_there_are_tokens_are_all_of_them(
+    kimi: Run, tiny_build: Path
+) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "x", "-m", 6, "--temp", 1, "--seed", 1, "-q")
+    everything = kimi(*args)
+    assert kimi(*args, "--top-k", 100_000) == everything
+    assert everything.code == 0
 
 
 def test_an_empty_prompt_is_refused(kimi: Run, tiny_build: Path) -> None:
@@ -86,7 +120,8 @@ def test_what_does_not_load_is_one_sentence(kimi: Run, tiny_build: Path, tmp_pat
     args = ("generate", "--model", build, "-p", "x")
     missing = kimi(*args)
     assert missing.code == 1
-    assert "lacks model-00002-of-000008.safetensors of the 8 in its index" in missing.err
+    assert "shard model-00002-of-000008.safetensors is named by " in missing.err
+    assert "hint: make it again by the same kimi-k3 convert" in missing.err
     shutil.copy(build / "model-stale.safetensors", build / "model-00002-of-000008.safetensors")
     stale = kimi(*args)
     assert stale.code == 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from kimi_k3_mlx.convert.inventory import take_inventory
-from tests.cli.conftest import Run
-from tests.tiny_k3 import REAL_EXPERT_COUNT, write_source
+from tests.cli.conftest import Run, program
+from tests.tiny_k3 import REAL_EXPERT_COUNT, write_json, write_source
 
 
 def test_a_source_in_a_screenful(kimi: Run, tiny_source: Path) -> None:
@@ -63,3 +64,41 @@ def test_parameters_of_real_expert_counts(tmp_path: Path) -> None:
     assert inventory.experts == (896, 896, 896)
     assert expert.parameters == 3 * 896 * 3 * 32 * 32
     assert expert.n_bytes == expert.parameters // 2 + expert.parameters // 32
+
+
+def test_json_survives_a_terminal_without_the_character(tiny_source: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_source, tmp_path / "世界")
+    result = program("inspect", path, "--json", PYTHONIOENCODING="ascii")
+    assert json.loads(result.out)["path"] == str(path)
+
+
+def test_a_quantized_build_of_another_tool_is_named(
+    kimi: Run, tiny_build: Path, tmp_path: Path
+) -> None:
+    """`mlx_lm.convert -q` quantizes the head as well."""
+    build = shutil.copytree(tiny_build, tmp_path / "build")
+    index = json.loads((build / "model.safetensors.index.json").read_text())
+    index["weight_map"]["language_model.lm_head.scales"] = "model-00001-of-000008.safetensors"
+    write_json(build / "model.safetensors.index.json", index)
+    result = kimi("inspect", build)
+    assert result.code == 1
+    assert result.err.startswith(
+        f"kimi-k3: error: {build} is a quantized build of another tool "
+        "(it has tensor language_model.lm_head.scales); "
+    )
+
+
+def test_a_damaged_build_is_made_again_a_source_downloaded(
+    kimi: Run, tiny_source: Path, tiny_build: Path, tmp_path: Path
+) -> None:
+    hints = []
+    for checkpoint in (tiny_source, tiny_build):
+        copy = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+        (copy / "model-00002-of-000008.safetensors").unlink()
+        result = kimi("inspect", copy)
+        assert result.code == 1
+        hints.append(result.err.splitlines()[1])
+    assert hints[0] == "hint: re-download it: kimi-k3 download --include model-00002*"
+    assert hints[1].startswith("hint: make it again by the same kimi-k3 convert")
+    (copy / "model.safetensors.index.json").write_text("{")
+    assert kimi("inspect", copy).err.splitlines()[1] == hints[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,22 @@ USAGE_ERRORS = {
     "generate --model x -p y --temp nan": (
         "argument --temp: 'nan' is not a number of at least 0.",
         "kimi-k3 generate --help",
+    ),
+    "inspect moonshotai/Kimi-K3": (
+        "moonshotai/Kimi-K3 is not a folder.",
+        "fetch it first: kimi-k3 download moonshotai/Kimi-K3 --local-dir ./Kimi-K3",
+    ),
+    "convert --hf-path moonshotai/Kimi-K3": (
+        "moonshotai/Kimi-K3 is not a folder.",
+        "fetch it first: kimi-k3 download moonshotai/Kimi-K3 --local-dir ./Kimi-K3",
+    ),
+    "generate --model mlx-community/K3 -p x": (
+        "mlx-community/K3 is not a folder.",
+        "fetch it first: kimi-k3 download mlx-community/K3 --local-dir ./K3",
+    ),
+    "inspect tests/nowhere": (
+        "tests/nowhere is not a folder.",
+        "give the folder that holds config.json.",
     ),
     "convert --x": ("unknown option --x for kimi-k3 convert.", "kimi-k3 convert --help"),
 }
@@ -104,8 +121,6 @@ def test_every_verb_explains_itself(verb: str, kimi: Run) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_examples_in_help_parse(verb: str) -> None:
     """An example that its own parser refuses would be worse than none."""
-    import shlex
-
     for example in cli.load_verb(verb).EXAMPLES:
         words = shlex.split(example.split(" < ")[0])
         assert isinstance(cli.parser_of(verb).parse(words[2:]), argparse.Namespace)
@@ -193,6 +208,31 @@ def test_a_reader_that_goes_away_is_no_error(tiny_source: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_closed_stdout_is_one_sentence(tiny_source: Path) -> None:
+    result = closed(">&-", "inspect", tiny_source)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("kimi-k3: error: standard output is closed.\nhint: ")
+
+
+def test_a_closed_stderr_keeps_errors_out_of_stdout() -> None:
+    result = closed("2>&-", "inspect", "/nowhere")
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+def test_a_closed_stdin_is_an_empty_one() -> None:
+    result = closed("<&-", "generate", "--model", "/nowhere", "-p", "-")
+    assert result.returncode == 2
+    assert result.stderr.startswith("kimi-k3: error: the prompt is empty.")
+
+
+def closed(stream: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    """Run the program with one of its standard streams closed by the shell."""
+    command = shlex.join([sys.executable, "-m", "kimi_k3_mlx", *map(str, argv)])
+    return subprocess.run(
+        f"{command} {stream}", shell=True, cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_terminal_without_the_character_shows_the_rest(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kimi_k3_mlx.errors import CheckpointError, KimiError, UsageError
-from kimi_k3_mlx.runtime.load import check_build, load
+from kimi_k3_mlx.errors import CheckpointError, UsageError
+from kimi_k3_mlx.runtime.load import FINISH, MAKE_AGAIN, check_build, load
 from tests.tiny_k3 import write_json
 
 
@@ -21,6 +21,28 @@ def copy(tiny_source: Path, tmp_path: Path) -> Path:
 
 def edit(path: Path, **fields: object) -> None:
     write_json(path, json.loads(path.read_text()) | fields)
+
+
+def edit_text(folder: Path, **fields: object) -> None:
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit(folder / "config.json", text_config=text | fields)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def leave_out(folder: Path) -> None:
+    """Take the last norm out of shard and index."""
+    import mlx.core as mx
+
+    name = "language_model.model.norm.weight"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = folder / index["weight_map"].pop(name)
+    tensors = dict(mx.load(str(shard)))
+    del tensors[name], index["metadata"]
+    mx.save_safetensors(str(shard), tensors)
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def test_loads_with_the_installed_model(tiny_source: Path) -> None:
@@ -42,7 +64,7 @@ DAMAGE = {
     "unfinished": (
         lambda p: (p / "config.json").unlink(),
         CheckpointError,
-        "has no config.json: it is not a finished build",
+        "config.json is missing in ",
     ),
     "another model": (
         lambda p: edit(p / "config.json", model_type="llama"),
@@ -52,7 +74,7 @@ DAMAGE = {
     "no index": (
         lambda p: (p / "model.safetensors.index.json").unlink(),
         CheckpointError,
-        "has no model.safetensors.index.json",
+        "model.safetensors.index.json is missing in ",
     ),
     "index cut off": (
         lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map"'),
@@ -67,17 +89,62 @@ DAMAGE = {
     "empty index": (
         lambda p: write_json(p / "model.safetensors.index.json", {}),
         CheckpointError,
-        "names no shards",
+        "has no weight_map",
     ),
     "one shard missing": (
         lambda p: (p / "model-00002-of-000008.safetensors").unlink(),
         CheckpointError,
-        "lacks model-00002-of-000008.safetensors of the 8 in its index",
+        "shard model-00002-of-000008.safetensors is named by .* but missing in ",
     ),
     "two shards missing": (
         lambda p: [(p / f"model-0000{i}-of-000008.safetensors").unlink() for i in (3, 2)],
         CheckpointError,
-        r"lacks 2 shards \(model-00002-of-000008.safetensors, …\) of the 8",
+        "shard model-00002-of-000008.safetensors and 1 more is named by .* but missing",
+    ),
+    "a shard cut off": (
+        lambda p: truncate(p / "model-00002-of-000008.safetensors"),
+        CheckpointError,
+        r"model-00002-of-000008.safetensors is truncated: [\d,]+ bytes expected",
+    ),
+    "no text_config": (
+        lambda p: edit(p / "config.json", text_config=None),
+        CheckpointError,
+        r"config\.json: text_config is missing",
+    ),
+    "another activation": (
+        lambda p: edit_text(p, hidden_act="silu"),
+        CheckpointError,
+        r"config\.json: text_config.hidden_act is 'silu'; only 'situ' is supported\.$",
+    ),
+    "more experts than there are": (
+        lambda p: edit_text(p, num_experts=16),
+        CheckpointError,
+        r"the weights in .* don't fit its config\.json: Expected shape \(16, .*gate\.weight\.$",
+    ),
+    "tensors left out": (
+        leave_out,
+        CheckpointError,
+        r"don't fit its config\.json: Missing 1 parameters: language_model\.model\.norm\.weight\.$",
+    ),
+    "tokenizer cut off": (
+        lambda p: (p / "tokenizer.json").write_text("{"),
+        CheckpointError,
+        r"tokenizer\.json is not JSON: ",
+    ),
+    "tokenizer of nothing": (
+        lambda p: (p / "tokenizer.json").write_text("{}"),
+        CheckpointError,
+        r"tokenizer\.json or tokenizer_config\.json is no tokenizer: 'added_tokens'",
+    ),
+    "tokenizer_config cut off": (
+        lambda p: (p / "tokenizer_config.json").write_text("{"),
+        CheckpointError,
+        r"tokenizer_config\.json is not JSON: ",
+    ),
+    "generation_config is a list": (
+        lambda p: (p / "generation_config.json").write_text("[]"),
+        CheckpointError,
+        r"generation_config\.json is not a JSON object",
     ),
     "a stale shard": (
         lambda p: shutil.copy(p / "model-00001-of-000008.safetensors", p / "model.safetensors"),
@@ -91,9 +158,43 @@ DAMAGE = {
 def test_damage_is_one_sentence(case: str, copy: Path) -> None:
     damage, kind, fact = DAMAGE[case]
     damage(copy)
-    with pytest.raises(kind, match=fact) as caught:
+    with pytest.raises(kind, match=fact):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("case", "hint"),
+    [
+        ("unfinished", FINISH),
+        ("index cut off", MAKE_AGAIN),
+        ("a shard cut off", MAKE_AGAIN),
+        ("another activation", MAKE_AGAIN),
+        ("more experts than there are", MAKE_AGAIN),
+        ("tokenizer cut off", MAKE_AGAIN),
+        ("tokenizer of nothing", MAKE_AGAIN),
+    ],
+)
+def test_a_build_is_made_again_not_downloaded(case: str, hint: str, copy: Path) -> None:
+    edit(copy / "config.json", quantization={"group_size": 32, "bits": 4, "mode": "mxfp4"})
+    damage, kind, _ = DAMAGE[case]
+    damage(copy)
+    with pytest.raises(kind) as caught:
+        load(copy)
+    assert caught.value.hint == hint
+
+
+def test_a_config_that_is_not_json_may_be_a_build(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON") as caught:
         check_build(copy)
-    assert isinstance(caught.value, KimiError)
+    assert caught.value.hint == MAKE_AGAIN
+
+
+def test_a_source_is_downloaded_again(copy: Path) -> None:
+    truncate(copy / "model-00002-of-000008.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load(copy)
+    assert caught.value.hint == "re-download it: kimi-k3 download --include model-00002*"
 
 
 def test_no_tokenizer_is_found_before_the_weights_are_read(copy: Path) -> None:
