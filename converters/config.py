@@ -16,6 +16,8 @@ from kimi_k3_mlx.schema import Json
 GROUP = 32
 PACKED_FORMAT = "mxfp4-pack-quantized"
 QUANTIZATION = {"group_size": GROUP, "bits": 4, "mode": "mxfp4"}
+QUANTIZED = "quantization_config"
+ORIGINAL = "convert the original moonshotai/Kimi-K3; other packed formats are not read."
 HINT = "use the config.json of moonshotai/Kimi-K3, or of a checkpoint pruned from it."
 
 
@@ -49,13 +51,17 @@ class Dims:
 
 
 def read_dims(config: Json) -> Dims:
-    """Sizes from a source's or a build's config; raise CheckpointError naming a missing field."""
+    """Sizes from a source's or a build's config.
+
+    Raises CheckpointError naming a field that is missing, or that makes it another architecture.
+    """
     if config.get("model_type") != "kimi_k3":
         raise CheckpointError(
             f"config.json has model_type {config.get('model_type')!r}, expected 'kimi_k3'.", HINT
         )
     text = _Fields(_Fields(config, "").section("text_config"), "text_config.")
     linear = _Fields(text.section("linear_attn_config"), "text_config.linear_attn_config.")
+    _check_switches(config, text, linear)
     vision = config.get("vision_config")
     blocks = _Fields(vision, "vision_config.") if isinstance(vision, dict) else None
     n_layers, first = text.number("num_hidden_layers"), text.number("first_k_dense_replace", 0)
@@ -111,6 +117,27 @@ class _Fields:
         return CheckpointError(
             f"config.json: {self.path}{name} {found}, expected {expected}.", HINT
         )
+
+
+def _check_switches(config: Json, text: _Fields, linear: _Fields) -> None:
+    """The table of tensors describes one architecture: refuse what would be another."""
+    text.number("attn_res_block_size")
+    for holder, name, default, required in (
+        (linear, "use_full_rank_gate", False, True),
+        (text, "hidden_act", "situ", "situ"),
+        (text, "latent_moe_use_norm", False, True),
+        (text, "mla_use_output_gate", False, True),
+        (text, "mla_use_nope", True, True),
+        (text, "tie_word_embeddings", False, False),
+        (_Fields(config, ""), "tie_word_embeddings", False, False),
+    ):
+        value = holder.values.get(name, default)
+        if value != required:
+            raise CheckpointError(
+                f"config.json: {holder.path}{name} is {repr(value)[:40]}; "
+                f"only {required!r} is supported.",
+                HINT,
+            )
 
 
 def _text_sizes(text: _Fields, linear: _Fields) -> dict[str, int]:
@@ -182,43 +209,64 @@ def _check(dims: Dims) -> None:
             )
 
 
-def check_packed_format(config: Json) -> None:
-    """Accept `mxfp4-pack-quantized` wherever it is stated; refuse any other format by its place."""
-    found = list(_formats(config))
-    for place, name in found:
-        if name != PACKED_FORMAT:
-            raise CheckpointError(
-                f"config.json: {place} is {name!r}, expected {PACKED_FORMAT!r}.",
-                "convert the original moonshotai/Kimi-K3; other packed formats are not read.",
-            )
-    if not found:
+def check_source(config: Json) -> None:
+    """Accept a source's config, which states `mxfp4-pack-quantized` and nothing else.
+
+    Raises CheckpointError for a build's config, and for another format, by its place.
+    """
+    if config.get("quantization") is not None:
+        raise CheckpointError(
+            "config.json has MLX's quantization block: it is a build, not a source.", ORIGINAL
+        )
+    text = config["text_config"]
+    if text.get("expert_counts") is not None:
+        raise CheckpointError(
+            "config.json: text_config.expert_counts is set, which only builds have.", ORIGINAL
+        )
+    holders = (_Fields(config, ""), _Fields(text, "text_config."))
+    stated = [holder for holder in holders if holder.values.get(QUANTIZED) is not None]
+    if not stated:
         raise CheckpointError(
             f"config.json has no quantization_config with a format, expected {PACKED_FORMAT!r}.",
             HINT,
         )
+    for holder in stated:
+        block = _Fields(holder.section(QUANTIZED), f"{holder.path}{QUANTIZED}.")
+        _check_formats(block, dict(_formats(block)))
 
 
-def _formats(config: Json) -> Iterator[tuple[str, object]]:
-    text = config.get("text_config")
-    for path, holder in (("", config), ("text_config.", text if isinstance(text, dict) else {})):
-        block = holder.get("quantization_config")
-        if not isinstance(block, dict):
-            continue
-        place = f"{path}quantization_config"
-        if block.get("format") is not None:
-            yield f"{place}.format", block["format"]
-        for name, group in (block.get("config_groups") or {}).items():
-            if isinstance(group, dict) and group.get("format") is not None:
-                yield f"{place}.config_groups.{name}.format", group["format"]
+def _check_formats(block: _Fields, formats: dict[str, object]) -> None:
+    for place, name in formats.items():
+        if name != PACKED_FORMAT:
+            raise CheckpointError(
+                f"config.json: {block.path}{place} is {name!r}, expected {PACKED_FORMAT!r}.",
+                ORIGINAL,
+            )
+    if not formats:
+        raise CheckpointError(
+            f"config.json: {block.path}format is missing, expected {PACKED_FORMAT!r}.", ORIGINAL
+        )
+
+
+def _formats(block: _Fields) -> Iterator[tuple[str, object]]:
+    if block.values.get("format") is not None:
+        yield "format", block.values["format"]
+    if block.values.get("config_groups") is None:
+        return
+    groups = _Fields(block.section("config_groups"), f"{block.path}config_groups.")
+    for name in groups.values:
+        value = groups.section(name).get("format")
+        if value is not None:
+            yield f"config_groups.{name}.format", value
 
 
 def build_config(config: Json) -> Json:
     """A build's config.json: the source's, with MLX's quantization block.
 
-    `auto_map` goes because it names remote code that a build doesn't carry.
+    `auto_map` and `model_file` go because they name code that a build doesn't carry.
     """
     result = copy.deepcopy(config)
     for holder in (result, result["text_config"]):
-        holder.pop("quantization_config", None)
-        holder.pop("auto_map", None)
+        for field in (QUANTIZED, "auto_map", "model_file"):
+            holder.pop(field, None)
     return result | {"quantization": dict(QUANTIZATION)}

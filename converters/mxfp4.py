@@ -20,16 +20,6 @@ def mlx_shape(packed: tuple[int, ...]) -> tuple[int, ...]:
     return (*packed[:-1], packed[-1] // 4)
 
 
-def to_mlx(packed: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Packed bytes `[…, in/2]` as little-endian words `[…, in/8]`: a view."""
-    return np.ascontiguousarray(packed).view(np.dtype("<u4"))
-
-
-def from_mlx(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """MLX words `[…, in/8]` as packed bytes `[…, in/2]`: a view."""
-    return np.ascontiguousarray(words).view(np.uint8)
-
-
 def decode(packed: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Exact values `[…, in]` of bytes `[…, in/2]` and scales `[…, in/32]`.
 

@@ -18,6 +18,9 @@ from kimi_k3_mlx.errors import CheckpointError
 
 Json = dict[str, Any]
 
+LOST = "delete the folder yourself, or choose another --mlx-path."
+"""The hint when a build's records are damaged: nobody knows any more which files are its own."""
+
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -149,9 +152,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class SourceId:
-    """Which checkpoint a build is made from."""
+    """Which checkpoint a build is made from, wherever it lies."""
 
-    path: str
     commit: str | None
     headers_sha256: str
     """Over the names, sizes and headers of all shards and the config: no tensor byte is read."""
@@ -191,7 +193,7 @@ class BuildPlan:
 
     @cached_property
     def sha256(self) -> str:
-        """Identity of the plan: same hash, same bytes. Where the source lies does not count."""
+        """Identity of the plan: same hash, same bytes."""
         digest = hashlib.sha256(self.source.headers_sha256.encode())
         for part in (self.version, self.profile.to_json(), self.config):
             digest.update(canonical(part))
@@ -242,8 +244,15 @@ class Manifest:
     profile: Json
     source: SourceId
     shards: tuple[ShardRecord, ...]
+    sidecars: dict[str, str]
+    """SHA-256 of each file that was copied from the source, by name."""
     tools: dict[str, str]
     version: int = 1
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the shards and sidecars."""
+        return (*(shard.name for shard in self.shards), *self.sidecars)
 
     def to_json(self) -> Json:
         """A JSON object."""
@@ -263,10 +272,14 @@ class Manifest:
                 profile=value["profile"],
                 source=SourceId(**value["source"]),
                 shards=tuple(ShardRecord.from_json(shard) for shard in value["shards"]),
+                sidecars=dict(value["sidecars"]),
                 tools=value["tools"],
             )
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"kimi_k3_mlx.json is damaged: {error}.") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"kimi_k3_mlx.json is damaged: {error}.",
+                LOST,
+            ) from error
 
 
 def canonical(value: object) -> bytes:

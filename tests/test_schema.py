@@ -18,10 +18,15 @@ from kimi_k3_mlx.schema import (
     Span,
 )
 
-SOURCE = SourceId("/models/k3", "c0ffee", "ab" * 32)
+SOURCE = SourceId("c0ffee", "ab" * 32)
 PROFILE = Profile("mxfp4", "everything as it is", "mxfp4", "source")
 MANIFEST = Manifest(
-    "cd" * 32, PROFILE.to_json(), SOURCE, (ShardRecord("a", 9, "ef" * 32, 1),), {"numpy": "2"}
+    plan_sha256="cd" * 32,
+    profile=PROFILE.to_json(),
+    source=SOURCE,
+    shards=(ShardRecord("a", 9, "ef" * 32, 1),),
+    sidecars={"tokenizer.json": "01" * 32},
+    tools={"numpy": "2"},
 )
 
 
@@ -45,19 +50,25 @@ def test_a_plan_as_json_says_where_every_byte_comes_from() -> None:
 
 
 def test_the_hash_knows_the_bytes_and_not_the_place() -> None:
-    moved = SourceId("/elsewhere", None, SOURCE.headers_sha256)
+    moved = SourceId(None, SOURCE.headers_sha256)
     assert plan().sha256 == plan(source=moved).sha256
     assert plan().sha256 != plan(shape=(3, 2)).sha256
-    assert plan().sha256 != plan(source=SourceId("/models/k3", None, "ac" * 32)).sha256
+    assert plan().sha256 != plan(source=SourceId(None, "ac" * 32)).sha256
 
 
 def test_a_manifest_survives_json() -> None:
     assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
+    assert MANIFEST.files == ("a", "tokenizer.json")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [("version", 7, "version 7, expected 1"), ("shards", [{"name": "a"}], "damaged: 'n_bytes'")],
+    [
+        ("version", 7, "version 7, expected 1"),
+        ("shards", [{"name": "a"}], "damaged: 'n_bytes'"),
+        ("sidecars", ["a"], "damaged: "),
+        ("source", {"path": "/models/k3"}, "damaged: "),
+    ],
 )
 def test_a_manifest_that_is_none_is_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):

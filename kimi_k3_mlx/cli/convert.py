@@ -30,6 +30,11 @@ EXAMPLES = (
     "kimi-k3 convert --hf-path ./Kimi-K3 --mlx-path /Volumes/models/Kimi-K3-mlx",
     "kimi-k3 convert --hf-path ./Kimi-K3 --mlx-path ./Kimi-K3-mlx --overwrite -y",
 )
+TOKENIZER = "tokenizer.json"
+NO_TOKENIZER = (
+    f"warning: the source has no {TOKENIZER}: kimi-k3 generate and mlx_lm can't run this build "
+    "without one (K3's tiktoken.model needs remote code)"
+)
 
 
 def add_options(parser: Parser) -> None:
@@ -55,7 +60,6 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Plan, then estimate or build."""
-    from kimi_k3_mlx.convert.estimate import check_fits, estimate
     from kimi_k3_mlx.convert.plan import plan_build
     from kimi_k3_mlx.convert.profiles import load_profile
     from kimi_k3_mlx.tensors.source import open_source
@@ -63,12 +67,22 @@ def run(args: argparse.Namespace) -> None:
     source = open_source(Path(args.source))
     plan = plan_build(source, load_profile(args.profile))
     out = Path(args.mlx_path or f"{source.path.resolve().name}-mlx-{plan.profile.name}")
-    if not args.dry_run:
-        build(args, plan, source, out)
-        return
-    sizes = estimate(plan, out)
+    if not (source.path / TOKENIZER).exists():
+        say(NO_TOKENIZER)
+    (dry_run if args.dry_run else build)(args, plan, source, out)
+
+
+def dry_run(args: argparse.Namespace, plan: BuildPlan, source: Source, out: Path) -> None:
+    """Refuse what a run would refuse, and say what it would write."""
+    from kimi_k3_mlx.convert.estimate import check_fits, estimate
+    from kimi_k3_mlx.convert.folder import check_folder
+    from kimi_k3_mlx.convert.sidecars import check_readable
+
+    check_folder(plan, source, out, overwrite=args.overwrite)
+    check_readable(source.path)
+    sizes = estimate(plan, out, overwrite=args.overwrite)
     if args.json:
-        write_json(plan_json(plan, out) | {"estimate": sizes.to_json()})
+        write_json(plan_json(plan, source, out) | {"estimate": sizes.to_json()})
     else:
         write(dry_run_text(plan, source, out, sizes))
     if not args.force:
@@ -77,17 +91,17 @@ def run(args: argparse.Namespace) -> None:
 
 def build(args: argparse.Namespace, plan: BuildPlan, source: Source, out: Path) -> None:
     """Write the build and say what was done."""
-    from kimi_k3_mlx.convert.folder import delete_build
     from kimi_k3_mlx.convert.run import run as run_plan
 
     if args.overwrite and out.is_dir() and any(out.iterdir()):
         confirm(f"delete the build in {out}?", args.yes)
-        delete_build(out)
     began = time.monotonic()
     with progress(args.quiet) as shown:
-        summary = run_plan(plan, source, out, shown, force=args.force)
+        summary = run_plan(plan, source, out, shown, force=args.force, overwrite=args.overwrite)
+    if summary.nan_scales:
+        say(f"warning: {summary.nan_scales} expert scales are 255, which is no number")
     if args.json:
-        write_json(plan_json(plan, out) | {"build": summary.to_json()})
+        write_json(plan_json(plan, source, out) | {"build": summary.to_json()})
     elif not args.quiet:
         say(done_text(plan, summary, time.monotonic() - began))
 
@@ -104,11 +118,11 @@ def confirm(question: str, yes: bool) -> None:
         raise UsageError("nothing was deleted.", "choose another --mlx-path.")
 
 
-def plan_json(plan: BuildPlan, out: Path) -> dict[str, Any]:
+def plan_json(plan: BuildPlan, source: Source, out: Path) -> dict[str, Any]:
     """The plan without its half million spans."""
     return {
         "version": 1,
-        "source": asdict(plan.source),
+        "source": {"path": str(source.path)} | asdict(plan.source),
         "profile": plan.profile.to_json(),
         "plan_sha256": plan.sha256,
         "mlx_path": str(out),
@@ -153,10 +167,7 @@ def done_text(plan: BuildPlan, summary: BuildSummary, seconds: float) -> str:
         return f"{summary.path} was finished already: {summary.n_shards} shards."
     reused = f", {summary.n_reused} of them from before" if summary.n_reused else ""
     speed = f" at {format_rate(summary.n_bytes / seconds)}" if not summary.n_reused else ""
-    text = (
+    return (
         f"{summary.path}: {summary.n_shards} shards{reused}, {format_bytes(summary.n_bytes)} "
         f"in {seconds:.1f} s{speed}"
     )
-    if summary.nan_scales:
-        text += f"\nwarning: {summary.nan_scales} expert scales are 255, which is no number"
-    return text

@@ -1,7 +1,8 @@
 """Compare a build with its source: experts byte for byte, every other tensor by value.
 
-Nothing is sampled. What belongs where is worked out anew, not taken from the code that wrote the
-build. A difference is named with its tensor and element, and exits with 3.
+Nothing is sampled; config, tokenizer files, manifest and the shards' hashes are checked as well.
+What belongs where is worked out anew, not taken from the code that wrote the build. A difference
+is named with its tensor and element, and exits with 3.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 from kimi_k3_mlx.cli._options import Parser, common_options, source_options
-from kimi_k3_mlx.cli._output import progress, write, write_json
+from kimi_k3_mlx.cli._output import progress, say, write, write_json
 from kimi_k3_mlx.units import format_bytes
 
 USAGE = "--mlx-path DIR --hf-path DIR [options]"
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
     with progress(args.quiet) as shown:
         report = verify_build(Path(args.mlx_path), source, shown)
+    if report.nan_scales:
+        say(f"warning: {report.nan_scales} expert scales are 255, which is no number")
     if args.json:
         write_json(report.to_json())
         return
@@ -47,5 +50,3 @@ def run(args: argparse.Namespace) -> None:
         f"byte for byte, {n_others:,} others by value, {format_bytes(report.n_bytes)} "
         f"in {time.monotonic() - began:.1f} s"
     )
-    if report.nan_scales:
-        write(f"warning: {report.nan_scales} expert scales are 255, which is no number")

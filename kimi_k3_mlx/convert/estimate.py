@@ -10,11 +10,14 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kimi_k3_mlx.convert.folder import own_files
+from kimi_k3_mlx.convert.sidecars import read_manifest
 from kimi_k3_mlx.errors import DoesNotFitError
 from kimi_k3_mlx.schema import BuildPlan, Json
 from kimi_k3_mlx.tensors.header import file_size
 from kimi_k3_mlx.tensors.journal import read_journal
 from kimi_k3_mlx.tensors.source import BUFFER_BYTES
+from kimi_k3_mlx.tensors.writer import partial_path
 from kimi_k3_mlx.units import format_bytes
 
 INTERPRETER_BYTES = 50_000_000  # Python and numpy
@@ -23,7 +26,11 @@ BYTES_PER_SPAN = 900  # names and places of source and plan; K3's half a million
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that a build needs; `n_done` are in finished shards of an earlier run."""
+    """Bytes that a build needs.
+
+    `n_done` are in finished shards of an earlier run; `n_freed` lie in files that are deleted or
+    truncated before the first byte is written.
+    """
 
     volume: str
     """Mount point of the output folder."""
@@ -33,6 +40,7 @@ class Estimate:
     n_free: int
     n_memory: int
     """Peak resident memory of the conversion."""
+    n_freed: int = 0
 
     @property
     def n_write(self) -> int:
@@ -42,28 +50,31 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the disk has room for what is still to be written."""
-        return self.n_write <= self.n_free
+        return self.n_write <= self.n_free + self.n_freed
 
     def to_json(self) -> Json:
         """A JSON object."""
         return asdict(self) | {"version": 1, "n_write": self.n_write, "fits": self.fits}
 
 
-def estimate(plan: BuildPlan, out: Path) -> Estimate:
+def estimate(plan: BuildPlan, out: Path, *, overwrite: bool = False) -> Estimate:
     """Sizes of a build and of the disk that `out` is on; `out` need not exist."""
-    place = existing_parent(Path(out))
+    out = Path(out)
+    place = existing_parent(out)
+    n_done, n_freed = (0, _own_bytes(out)) if overwrite else _reused_bytes(plan, out)
     transforms = (tensor.n_read for tensor in plan.tensors if tensor.transform)
     n_spans = sum(len(tensor.spans) for tensor in plan.tensors)
     return Estimate(
         volume=str(mount_point(place)),
         n_build=plan.n_bytes,
-        n_done=_finished_bytes(plan, Path(out)),
+        n_done=n_done,
         n_read=plan.n_read,
         n_free=shutil.disk_usage(place).free,
         n_memory=INTERPRETER_BYTES
         + BYTES_PER_SPAN * n_spans
         + BUFFER_BYTES
         + 3 * max(transforms, default=0),
+        n_freed=n_freed,
     )
 
 
@@ -72,7 +83,7 @@ def check_fits(sizes: Estimate) -> None:
     if not sizes.fits:
         raise DoesNotFitError(
             f"needs {format_bytes(sizes.n_write)} on {sizes.volume}, "
-            f"{format_bytes(sizes.n_free)} free.",
+            f"{format_bytes(sizes.n_free + sizes.n_freed)} free.",
             "point --mlx-path at another disk, or prune harder with --target-size; "
             "--force tries anyway.",
         )
@@ -94,8 +105,21 @@ def mount_point(path: Path) -> Path:
     return path
 
 
-def _finished_bytes(plan: BuildPlan, out: Path) -> int:
-    journal = read_journal(out)
-    done = journal.records if journal else {}
-    shards = [shard for shard in plan.shards if shard.name in done]
-    return sum(shard.n_bytes for shard in shards if file_size(out / shard.name) == shard.n_bytes)
+def _own_bytes(out: Path) -> int:
+    return sum(path.stat().st_size for path in own_files(out))
+
+
+def _reused_bytes(plan: BuildPlan, out: Path) -> tuple[int, int]:
+    """Bytes of shards that are finished, whatever their name, and of partial ones that are not."""
+    manifest, journal = read_manifest(out), read_journal(out)
+    finished = {shard.name for shard in manifest.shards} if manifest else set()
+    finished |= journal.records.keys() if journal else set()
+    n_done = n_torn = 0
+    for shard in plan.shards:
+        path = out / shard.name
+        sizes = file_size(path), file_size(partial_path(path))
+        if shard.name in finished and shard.n_bytes in sizes:
+            n_done += shard.n_bytes
+        else:
+            n_torn += sum(filter(None, sizes))
+    return n_done, n_torn

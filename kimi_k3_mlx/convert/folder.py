@@ -1,6 +1,7 @@
 """The output folder: whose is it, is it finished, may we go on? And the lock that keeps others out.
 
-Input: a plan and the folder. Output: nothing, a journal, or a refusal that names what differs.
+Input: a plan and the folder. Output: nothing, a journal, a manifest, or a refusal that names what
+differs. A build's own files are those that its journal and its manifest list, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
-from kimi_k3_mlx.convert.sidecars import MANIFEST, is_sidecar, read_manifest
+from kimi_k3_mlx.convert.sidecars import read_manifest, sidecar_names
 from kimi_k3_mlx.errors import UsageError
-from kimi_k3_mlx.schema import BuildPlan, Json, Manifest, canonical
+from kimi_k3_mlx.schema import LOST, BuildPlan, Json, Manifest, canonical
 from kimi_k3_mlx.tensors.header import file_size
-from kimi_k3_mlx.tensors.journal import JOURNAL, Journal, read_journal, start_journal
-from kimi_k3_mlx.tensors.source import CONFIG, INDEX, Source
-from kimi_k3_mlx.tensors.writer import PARTIAL, sync_folder
+from kimi_k3_mlx.tensors.journal import (
+    JOURNAL,
+    Journal,
+    journal_files,
+    read_journal,
+    start_journal,
+)
+from kimi_k3_mlx.tensors.source import CONFIG, INDEX, MANIFEST, Source, read_json
+from kimi_k3_mlx.tensors.writer import PARTIAL, partial_path, sync_folder
 
 OTHER_FOLDER = "choose another --mlx-path, or pass --overwrite to delete it."
 
 
-def finished_build(plan: BuildPlan, out: Path) -> Manifest | None:
+def _finished_build(plan: BuildPlan, out: Path) -> Manifest | None:
     """The manifest when `out` is this plan's finished build; None when it is not finished.
 
     Raises UsageError when it is a finished build of another plan, or lacks shards.
@@ -49,16 +55,28 @@ def finished_build(plan: BuildPlan, out: Path) -> Manifest | None:
     return manifest
 
 
-def check_folder(plan: BuildPlan, source: Source, out: Path) -> Journal | None:
-    """The journal of this plan's unfinished build, or None when the folder is new or empty.
+def check_folder(
+    plan: BuildPlan, source: Source, out: Path, *, overwrite: bool = False
+) -> Manifest | Journal | None:
+    """The manifest of this plan's finished build, the journal of its unfinished one, or None when
+    the folder is new or empty, or when what lies there may be overwritten.
 
     Raises UsageError when the folder is somebody else's, or belongs to other options.
     """
     if not out.exists():
         return None
+    if out.samefile(source.path):
+        raise UsageError(f"{out} is the source itself.", "choose another --mlx-path.")
     names = _visible_names(out)
     if not names:
         return None
+    if overwrite:
+        _check_overwritable(plan, source, out, names)
+        return None
+    return _finished_build(plan, out) or _unfinished_build(plan, source, out, names)
+
+
+def _unfinished_build(plan: BuildPlan, source: Source, out: Path, names: set[str]) -> Journal:
     journal = read_journal(out)
     if journal is None:
         raise UsageError(
@@ -70,19 +88,53 @@ def check_folder(plan: BuildPlan, source: Source, out: Path) -> Journal | None:
         raise UsageError(
             f"{out} is an unfinished build with other options ({difference}).", OTHER_FOLDER
         )
-    planned = {shard.name for shard in plan.shards}
+    _check_shards(out, set(_files(plan, source)))
+    return journal
+
+
+def _check_overwritable(plan: BuildPlan, source: Source, out: Path, names: set[str]) -> None:
+    if not names & {JOURNAL, MANIFEST}:
+        raise UsageError(
+            f"{out} is not a build of kimi-k3-mlx; it is not deleted.",
+            "choose another --mlx-path.",
+        )
+    own = {path.name for path in own_files(out)}
+    _check_shards(out, own)
+    for name in sorted((names - own) & {*_files(plan, source), CONFIG, INDEX}):
+        raise UsageError(
+            f"{out} holds {name}, which the build that lies there did not write.",
+            "move it away, or choose another --mlx-path.",
+        )
+
+
+def _check_shards(out: Path, expected: set[str]) -> None:
+    """mlx-lm loads every file of such a name, whatever the index says."""
     for path in sorted(out.glob("model*.safetensors")):
-        if path.name not in planned:
+        if path.name not in expected:
             raise UsageError(
                 f"{out} holds {path.name}, which is no shard of this build.",
                 "move it away, or choose another --mlx-path.",
             )
+
+
+def open_journal(plan: BuildPlan, source: Source, out: Path, *, overwrite: bool) -> Journal:
+    """Continue the folder's journal or begin one; call it under the lock.
+
+    With `overwrite`, the build in the folder is deleted. At every moment a journal or a manifest
+    lists what is left of it, so a deletion that was interrupted can be repeated.
+    """
+    found = check_folder(plan, source, out, overwrite=overwrite)
+    if isinstance(found, Manifest):
+        raise UsageError(
+            f"{out} was finished by another process.", "run the same command again to see it."
+        )
+    if found:
+        return found
+    delete_build(out)
+    files = {"files": _files(plan, source)}
+    journal = start_journal(out, _identity(plan, source) | files)
+    (out / MANIFEST).unlink(missing_ok=True)
     return journal
-
-
-def open_journal(plan: BuildPlan, source: Source, out: Path) -> Journal:
-    """Continue the folder's journal or begin one; call it under the lock."""
-    return check_folder(plan, source, out) or start_journal(out, _identity(plan, source))
 
 
 @contextmanager
@@ -101,30 +153,30 @@ def locked(out: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def delete_build(out: Path) -> None:
-    """Delete a build, finished or not; the folder and files that we don't write stay.
+def own_files(out: Path) -> list[Path]:
+    """The files in a folder that a build of ours wrote, finished or not, by its own records.
 
-    Raises UsageError when the folder is not a build of ours.
+    Raises CheckpointError when the records are damaged.
     """
-    if not out.exists() or not _visible_names(out):
-        return
-    if file_size(out / JOURNAL) is None and file_size(out / MANIFEST) is None:
-        raise UsageError(f"{out} is not a build of kimi-k3-mlx; it is not deleted.")
-    with locked(out):
-        (out / CONFIG).unlink(missing_ok=True)  # first: from here on nothing loads
-        sync_folder(out)
-        last = (JOURNAL, MANIFEST)  # so that a deletion that was interrupted can be repeated
-        for name in sorted(filter(_is_ours, os.listdir(out)), key=lambda name: name in last):
-            (out / name).unlink()
+    names = {CONFIG, INDEX, MANIFEST, JOURNAL, *journal_files(out)}
+    if file_size(out / MANIFEST) is not None:
+        names.update(Manifest.from_json(read_json(out / MANIFEST, LOST)).files)
+    paths = [out / name for name in sorted(names) if os.path.basename(name) == name]
+    return [p for path in paths for p in (path, partial_path(path)) if p.is_file()]
 
 
-def _is_ours(name: str) -> bool:
-    name = name.removesuffix(PARTIAL)
-    return (
-        name in (CONFIG, INDEX, MANIFEST, JOURNAL)
-        or fnmatch(name, "model-*-of-*.safetensors")
-        or is_sidecar(name)
-    )
+def delete_build(out: Path) -> None:
+    """Delete a build but its journal and manifest; a user's own files stay. Needs the lock."""
+    files = own_files(out)
+    (out / CONFIG).unlink(missing_ok=True)  # first: from here on nothing loads
+    sync_folder(out)
+    for path in files:
+        if path.name not in (CONFIG, JOURNAL, MANIFEST):
+            path.unlink()
+
+
+def _files(plan: BuildPlan, source: Source) -> list[str]:
+    return [*(shard.name for shard in plan.shards), *sidecar_names(source.path)]
 
 
 def _identity(plan: BuildPlan, source: Source | None = None) -> Json:

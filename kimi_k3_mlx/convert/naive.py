@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.schema import Json, TensorInfo
 
 Array = NDArray[Any]
@@ -45,13 +47,24 @@ def places(tensor: TensorInfo, config: Json) -> Iterator[Place]:
         yield _query_key_value(tensor, part)
     elif name.endswith(".self_attn.A_log"):
         heads = text["linear_attn_config"]["num_heads"]
-        yield Place(name, tensor.dtype, (heads,), 0, lambda values: values[:heads])
+        yield Place(name, tensor.dtype, (heads,), 0, partial(_heads, name, heads))
     elif name.endswith(".kv_b_proj.weight"):
         yield from _absorbed(tensor, text)
     else:
         build = name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
         build = build.replace(".block_sparse_moe.", ".mlp.")
         yield Place(build, tensor.dtype, tensor.shape, 0)
+
+
+def _heads(name: str, heads: int, values: Array) -> Array:
+    for index in range(heads, len(values)):
+        if values[index] != 0:
+            raise CheckpointError(
+                f"tensor {name}: element {index} is {values[index]}, "
+                f"expected 0 after the {heads} heads.",
+                "the checkpoint is not a Kimi-K3 that this version knows.",
+            )
+    return values[:heads]
 
 
 def _expert(tensor: TensorInfo, match: re.Match[str], n_experts: int) -> Place:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from converters.config import Dims, build_config, check_packed_format, read_dims
+from converters.config import Dims, build_config, check_source, read_dims
 from converters.dense import a_log, absorbed, copied, joined, joined_conv
 from converters.experts import check_keep, kept_rows, stacked
 from converters.names import F32, TABLE, TRUNK, Entry, role_of
@@ -34,11 +34,11 @@ LayerTensors = tuple[str, list[BuildTensor]]
 def plan_build(source: Source, profile: Profile) -> BuildPlan:
     """Lay out a whole build.
 
-    Raises CheckpointError when the packed format is unknown, or a tensor is missing, unknown, or of
-    another shape or dtype than the config says.
+    Raises CheckpointError when the config is not a source's of this architecture and packed format,
+    or a tensor is missing, unknown, or of another shape or dtype than the config says.
     """
-    check_packed_format(source.config)
     dims = read_dims(source.config)
+    check_source(source.config)
     shelf = _Shelf(source, dims)
     parts = list(_parts(shelf))
     shelf.check_all_taken()
@@ -114,6 +114,8 @@ class _Shelf:
         else:
             expected = " or ".join(map(str, shapes))
             fact, cause = f"shape {tensor.shape}, expected {expected}", "looks truncated"
+            if entry.role != "expert":
+                cause = "does not fit config.json"
         raise CheckpointError(
             f"tensor {tensor.name}: {fact}.",
             f"the source shard {shard} {cause}; {download_hint(shard)}",

@@ -22,7 +22,11 @@ def load_profile(name_or_path: str) -> Profile:
     if path.suffix == ".toml":
         if not path.is_file():
             raise UsageError(f"profile {path} doesn't exist.", _known())
-        return parse_profile(path.read_text("utf-8"), str(path))
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"profile {path} is not UTF-8: {error}.") from error
+        return parse_profile(text, str(path))
     if name_or_path not in profile_names():
         raise UsageError(f"there is no profile {name_or_path!r}.", _known())
     text = (_folder() / f"{name_or_path}.toml").read_text("utf-8")

@@ -16,10 +16,10 @@ from pathlib import Path
 from converters.dense import DROP_ZERO_TAIL, apply_transform
 from converters.mxfp4 import count_nan_scales
 from kimi_k3_mlx.convert.estimate import check_fits, estimate, mount_point
-from kimi_k3_mlx.convert.folder import check_folder, finished_build, locked, open_journal
+from kimi_k3_mlx.convert.folder import check_folder, locked, open_journal
 from kimi_k3_mlx.convert.plan import shard_header
 from kimi_k3_mlx.convert.sidecars import (
-    MANIFEST,
+    check_readable,
     index_bytes,
     json_bytes,
     manifest_bytes,
@@ -30,6 +30,7 @@ from kimi_k3_mlx.schema import (
     BuildPlan,
     BuildTensor,
     Json,
+    Manifest,
     PlannedShard,
     Progress,
     ShardRecord,
@@ -37,7 +38,7 @@ from kimi_k3_mlx.schema import (
 )
 from kimi_k3_mlx.tensors.header import file_size
 from kimi_k3_mlx.tensors.journal import JOURNAL, Journal
-from kimi_k3_mlx.tensors.source import CONFIG, INDEX, Reader, Source
+from kimi_k3_mlx.tensors.source import CONFIG, INDEX, MANIFEST, Reader, Source
 from kimi_k3_mlx.tensors.writer import ShardWriter, partial_path, publish, sync_folder, write_file
 from kimi_k3_mlx.units import format_bytes
 
@@ -69,28 +70,31 @@ def run(
     progress: Progress = silent,
     *,
     force: bool = False,
+    overwrite: bool = False,
 ) -> BuildSummary:
     """Write the build, or what is missing of it; does nothing when it is finished.
 
-    What can be refused is refused before the folder is made: UsageError for a folder that is
-    not this build's, DoesNotFitError for a full disk (not with `force`), CheckpointError for
-    values that can't be converted. Afterwards InterruptedBuildError and DoesNotFitError leave a
-    folder that the same call continues.
+    With `overwrite`, a build of ours that lies in the folder is deleted and written anew. What can
+    be refused is refused before the folder is made or anything is deleted: UsageError for a folder
+    that is not this build's, DoesNotFitError for a full disk (not with `force`), CheckpointError
+    for values that can't be converted. Afterwards InterruptedBuildError and DoesNotFitError leave
+    a folder that the same call, without `overwrite`, continues.
     """
     out = Path(out)
     with _refusals(out), source.reader() as reader:
-        finished = finished_build(plan, out)
-        if finished is not None:
+        found = check_folder(plan, source, out, overwrite=overwrite)
+        if isinstance(found, Manifest):
             (out / JOURNAL).unlink(missing_ok=True)
-            records = {shard.name: shard for shard in finished.shards}
+            records = {shard.name: shard for shard in found.shards}
             return _summary(plan, out, records, len(plan.shards))
-        check_folder(plan, source, out)
-        if not force:
-            check_fits(estimate(plan, out))
+        check_readable(source.path)
         _check_values(plan, reader)
+        if not force:
+            check_fits(estimate(plan, out, overwrite=overwrite))
         out.mkdir(parents=True, exist_ok=True)
         with locked(out):
-            job = _Job(plan, out, open_journal(plan, source, out), progress)
+            journal = open_journal(plan, source, out, overwrite=overwrite)
+            job = _Job(plan, out, journal, progress)
             with job.explained():
                 n_reused = job.write_shards(reader)
                 job.finish(source.path)
@@ -121,11 +125,13 @@ class _Job:
         return len(self.plan.shards) - len(missing)
 
     def finish(self, source: Path) -> None:
-        """Sidecars, index, manifest; then config.json, after which the folder loads."""
-        for name in sidecar_names(source):
-            write_file(self.out / name, (source / name).read_bytes())
+        """Manifest, sidecars, index; then config.json, after which the folder loads."""
+        sidecars = {name: (source / name).read_bytes() for name in sidecar_names(source)}
+        manifest = manifest_bytes(self.plan, self.journal.records, sidecars)
+        write_file(self.out / MANIFEST, manifest)  # first, as it lists what may be deleted
+        for name, content in sidecars.items():
+            write_file(self.out / name, content)
         write_file(self.out / INDEX, index_bytes(self.plan))
-        write_file(self.out / MANIFEST, manifest_bytes(self.plan, self.journal.records))
         write_file(self.out / CONFIG, json_bytes(self.plan.config))
         self.journal.path.unlink()
         sync_folder(self.out)
@@ -140,6 +146,13 @@ class _Job:
                 f"interrupted after {self._achieved()}.", CONTINUE
             ) from error
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise DoesNotFitError(
+                    f"{mount_point(self.out)} takes no file as big as the build's, up to "
+                    f"{format_bytes(max(shard.n_bytes for shard in self.plan.shards))}.",
+                    "FAT32 ends at 4 GB: point --mlx-path at another disk; "
+                    f"or raise the file size limit (ulimit -f) and {CONTINUE}",
+                ) from error
             if error.errno not in FULL:
                 raise
             raise DoesNotFitError(

@@ -6,6 +6,7 @@ copied: a uniform build runs without any.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from fnmatch import fnmatch
@@ -14,11 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from kimi_k3_mlx import __version__
-from kimi_k3_mlx.schema import BuildPlan, Json, Manifest, ShardRecord
+from kimi_k3_mlx.schema import LOST, BuildPlan, Json, Manifest, ShardRecord
 from kimi_k3_mlx.tensors.header import file_size
-from kimi_k3_mlx.tensors.source import CONFIG, read_json
+from kimi_k3_mlx.tensors.source import CONFIG, MANIFEST, read_json
 
-MANIFEST = "kimi_k3_mlx.json"
 PATTERNS = (
     "tokenizer*",
     "*tiktoken*",
@@ -35,9 +35,16 @@ PATTERNS = (
 
 
 def sidecar_names(folder: Path) -> list[str]:
-    """Files of the source that a build carries, sorted."""
-    files = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    return sorted(filter(is_sidecar, files))
+    """Files of the source that a build carries, sorted; a folder counts if it is named like one."""
+    entries = (entry for entry in folder.iterdir() if entry.suffix or not entry.is_dir())
+    return sorted(entry.name for entry in entries if is_sidecar(entry.name))
+
+
+def check_readable(folder: Path) -> None:
+    """Raise OSError for a sidecar that can't be read, or is a folder or a dangling link."""
+    for name in sidecar_names(folder):
+        with (folder / name).open("rb") as file:
+            file.read(1)
 
 
 def is_sidecar(name: str) -> bool:
@@ -51,13 +58,16 @@ def index_bytes(plan: BuildPlan) -> bytes:
     return json_bytes({"metadata": {"total_size": plan.total_size}, "weight_map": weight_map})
 
 
-def manifest_bytes(plan: BuildPlan, records: dict[str, ShardRecord]) -> bytes:
+def manifest_bytes(
+    plan: BuildPlan, records: dict[str, ShardRecord], sidecars: dict[str, bytes]
+) -> bytes:
     """`kimi_k3_mlx.json`: no dates, so that equal builds have equal manifests."""
     manifest = Manifest(
         plan_sha256=plan.sha256,
         profile=plan.profile.to_json(),
         source=plan.source,
         shards=tuple(records[shard.name] for shard in plan.shards),
+        sidecars={name: hashlib.sha256(content).hexdigest() for name, content in sidecars.items()},
         tools={
             "kimi_k3_mlx": __version__,
             "numpy": np.__version__,
@@ -76,4 +86,4 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a finished build, or None when the folder is none."""
     if file_size(folder / MANIFEST) is None or file_size(folder / CONFIG) is None:
         return None
-    return Manifest.from_json(read_json(folder / MANIFEST))
+    return Manifest.from_json(read_json(folder / MANIFEST, LOST))

@@ -1,12 +1,14 @@
 """Compares a build with its source: every expert byte for byte, every trunk tensor by value.
 
 Input: a build's folder and an opened source. Output: `VerifyReport`, or MismatchError naming tensor
-and element. What belongs where comes from `naive`, not from the code that wrote the build.
+and element. What belongs where comes from `naive`, not from the code that wrote the build; the
+plan only tells whether the source can be one, and whether the manifest is about this build.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,17 +16,31 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from converters.config import check_source, read_dims
+from converters.mxfp4 import count_nan_scales
 from kimi_k3_mlx.convert.naive import WORDS, Place, element, places
-from kimi_k3_mlx.convert.sidecars import sidecar_names
+from kimi_k3_mlx.convert.plan import plan_build
+from kimi_k3_mlx.convert.sidecars import read_manifest, sidecar_names
 from kimi_k3_mlx.errors import CheckpointError, MismatchError
-from kimi_k3_mlx.schema import DTYPE_BYTES, Json, Progress, Span, TensorInfo, silent
+from kimi_k3_mlx.schema import (
+    DTYPE_BYTES,
+    Json,
+    Manifest,
+    Profile,
+    Progress,
+    Span,
+    TensorInfo,
+    silent,
+)
 from kimi_k3_mlx.tensors.header import file_size
-from kimi_k3_mlx.tensors.source import Reader, Source, open_source
+from kimi_k3_mlx.tensors.source import MANIFEST, Reader, Source, open_source
 
 AGAIN = "convert it again with --overwrite."
 QUANTIZATION = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
-DROPPED = ("quantization_config", "auto_map", "quantization")
-NAN_SCALE = 255
+DROPPED = ("quantization_config", "auto_map", "model_file")
+NONE = "none"
+Pieces = dict[str, list[tuple[Place, TensorInfo]]]
+"""By build tensor: the places in it, in order, and the source tensors that must fill them."""
 
 
 @dataclass(frozen=True)
@@ -46,75 +62,78 @@ class VerifyReport:
 
 
 def verify_build(build: Path, source: Source, progress: Progress = silent) -> VerifyReport:
-    """Compare a whole build; raise MismatchError (exit code 3) at the first difference."""
+    """Compare a whole build; raise MismatchError (exit code 3) at the first difference.
+
+    Compared are: every byte of every tensor, the SHA-256 of every shard with the manifest's, the
+    manifest with the plan of this source, every field of config.json, every byte of the files that
+    a build carries from its source. Raises CheckpointError for a source that can't be converted.
+    """
+    read_dims(source.config)
+    check_source(source.config)
     opened = _open_build(Path(build))
     _check_files(opened, source)
-    _check_config(opened.config, source.config)
-    _check_sizes(opened)
+    _check_config(opened.config, _expected_config(source.config))
+    manifest = _checked_manifest(opened, source)
     with source.reader() as expected, opened.reader() as found:
         comparison = _Comparison(source, opened, expected, found, progress)
-        for tensor in source.tensors.values():
-            comparison.compare(tensor)
-        comparison.check_coverage()
+        for shard in opened.shards:
+            comparison.compare_shard(shard, manifest)
     return VerifyReport(
         build=str(build),
         source=str(source.path),
         n_tensors=len(source.tensors),
         n_expert_tensors=sum(".experts." in name for name in source.tensors),
-        n_bytes=comparison.n_done,
+        n_bytes=source.total_size,
         nan_scales=comparison.nan_scales,
     )
 
 
 class _Comparison:
-    """Walks over the source's tensors and looks each up in the build."""
+    """Reads the build's shards in file order, and for each tensor what the source has for it."""
 
     def __init__(
         self, source: Source, build: Source, expected: Reader, found: Reader, progress: Progress
     ) -> None:
         self.nan_scales = 0
-        self.n_done = 0
-        self._source = source
         self._build = build
         self._expected = expected
         self._found = found
         self._progress = progress
-        self._total = source.total_size
-        self._covered: Counter[str] = Counter()
+        self._n_done = 0
+        self._digest = hashlib.sha256()
+        self._pieces = _pieces(source, build)
+        self._tensors: dict[str, list[TensorInfo]] = defaultdict(list)
+        for tensor in build.tensors.values():
+            self._tensors[build.weight_map[tensor.name]].append(tensor)
 
-    def compare(self, tensor: TensorInfo) -> None:
-        """Compare one source tensor at all its places."""
-        for place in places(tensor, self._source.config):
-            self._check_form(tensor, place)
-            position = place.begin
-            for block in self._blocks(tensor, place):
-                self._compare_block(tensor, place, position, block)
-                position += len(block)
-            self._covered[place.build] += position - place.begin
-        self.n_done += tensor.n_bytes
-        self._progress(self.n_done, self._total, self._source.weight_map[tensor.name])
-
-    def check_coverage(self) -> None:
-        """Raise MismatchError when the build has bytes that no source tensor accounts for."""
-        for name, tensor in self._build.tensors.items():
-            if self._covered[name] != tensor.n_bytes:
-                raise MismatchError(
-                    f"tensor {name}: {tensor.n_bytes - self._covered[name]:,} of its "
-                    f"{tensor.n_bytes:,} bytes have no counterpart in the source.",
-                    AGAIN,
-                )
-
-    def _check_form(self, tensor: TensorInfo, place: Place) -> None:
-        found = self._build.tensors.get(place.build)
-        if found is None:
+    def compare_shard(self, shard: str, manifest: Manifest) -> None:
+        """Compare all tensors of one of the build's files, then the file's hash."""
+        tensors = self._tensors[shard]
+        self._digest = hashlib.sha256(_header_bytes(self._build.path / shard, tensors))
+        for tensor in tensors:
+            self._compare(tensor)
+            self._n_done += tensor.n_bytes
+            self._progress(self._n_done, self._build.total_size, shard)
+        stated = {record.name: record.sha256 for record in manifest.shards}
+        if stated.get(shard) != self._digest.hexdigest():
             raise MismatchError(
-                f"tensor {place.build} is missing in the build (source tensor {tensor.name}).",
+                f"{shard}: SHA-256 is {self._digest.hexdigest()}, "
+                f"{MANIFEST} says {stated.get(shard)}.",
                 AGAIN,
             )
-        if (found.dtype, found.shape) != (place.dtype, place.shape):
+
+    def _compare(self, tensor: TensorInfo) -> None:
+        position = 0
+        for place, wanted in self._pieces[tensor.name]:
+            if place.begin != position:
+                break
+            for block in self._blocks(wanted, place):
+                self._compare_block(wanted, place, position, block)
+                position += len(block)
+        if position != tensor.n_bytes:
             raise MismatchError(
-                f"tensor {place.build}: {found.dtype} {found.shape}, "
-                f"expected {place.dtype} {place.shape}.",
+                f"tensor {tensor.name}: {tensor.n_bytes - position:,} of its "
+                f"{tensor.n_bytes:,} bytes have no counterpart in the source.",
                 AGAIN,
             )
 
@@ -126,7 +145,7 @@ class _Comparison:
         is_scale = tensor.name.endswith("weight_scale")
         for block in self._expected.blocks(Span(tensor.name, 0, tensor.n_bytes)):
             if is_scale:
-                self.nan_scales += int(np.count_nonzero(_bytes_of(block) == NAN_SCALE))
+                self.nan_scales += count_nan_scales(block)
             yield block
 
     def _compare_block(
@@ -138,7 +157,38 @@ class _Comparison:
             wanted, expected = expected[: len(found)], expected[len(found) :]
             if not np.array_equal(_bytes_of(found), _bytes_of(wanted)):
                 raise _difference(tensor, place, position, found, wanted)
+            self._digest.update(found)
             position += len(found)
+
+
+def _pieces(source: Source, build: Source) -> Pieces:
+    """Raises MismatchError when the build lacks a tensor, or has it in another form."""
+    pieces: Pieces = defaultdict(list)
+    for tensor in source.tensors.values():
+        for place in places(tensor, source.config):
+            _check_form(build.tensors.get(place.build), tensor, place)
+            pieces[place.build].append((place, tensor))
+    for parts in pieces.values():
+        parts.sort(key=lambda part: part[0].begin)
+    return pieces
+
+
+def _check_form(found: TensorInfo | None, tensor: TensorInfo, place: Place) -> None:
+    if found is None:
+        raise MismatchError(
+            f"tensor {place.build} is missing in the build (source tensor {tensor.name}).", AGAIN
+        )
+    if (found.dtype, found.shape) != (place.dtype, place.shape):
+        raise MismatchError(
+            f"tensor {place.build}: {found.dtype} {found.shape}, "
+            f"expected {place.dtype} {place.shape}.",
+            AGAIN,
+        )
+
+
+def _header_bytes(path: Path, tensors: list[TensorInfo]) -> bytes:
+    with path.open("rb") as file:
+        return file.read(tensors[0].begin if tensors else -1)
 
 
 def _bytes_of(block: bytes | memoryview) -> NDArray[np.uint8]:
@@ -182,39 +232,54 @@ def _check_files(build: Source, source: Source) -> None:
     for name in sidecar_names(source.path):
         if file_size(build.path / name) is None:
             raise MismatchError(f"{name} is missing in {build.path}; the source has it.", AGAIN)
+        if (build.path / name).read_bytes() != (source.path / name).read_bytes():
+            raise MismatchError(f"{name} in {build.path} differs from the source's.", AGAIN)
+
+
+def _checked_manifest(build: Source, source: Source) -> Manifest:
+    """The build's manifest, which must be that of the source's plan."""
+    try:
+        manifest = read_manifest(build.path)
+        profile = Profile(**manifest.profile) if manifest else None
+    except (CheckpointError, TypeError) as error:
+        raise MismatchError(f"{MANIFEST} is damaged: {error}", AGAIN) from error
+    if manifest is None or profile is None:
+        raise MismatchError(f"{MANIFEST} is missing in {build.path}.", AGAIN)
+    plan = plan_build(source, profile)
+    for field, stated, wanted in (
+        ("source.headers_sha256", manifest.source.headers_sha256, plan.source.headers_sha256),
+        ("plan_sha256", manifest.plan_sha256, plan.sha256),
+        (
+            "shards",
+            [(shard.name, shard.n_bytes) for shard in manifest.shards],
+            [(shard.name, shard.n_bytes) for shard in plan.shards],
+        ),
+    ):
+        if stated != wanted:
+            raise MismatchError(
+                f"{MANIFEST}: {field} is {str(stated)[:70]}, expected {str(wanted)[:70]}.", AGAIN
+            )
+    return manifest
+
+
+def _expected_config(config: Json) -> Json:
+    """A source's config as a build must have it."""
+    kept, text = (
+        {field: value for field, value in holder.items() if field not in DROPPED}
+        for holder in (config, config["text_config"])
+    )
+    return kept | {"text_config": text, "quantization": QUANTIZATION}
 
 
 def _check_config(found: Json, expected: Json, path: str = "") -> None:
-    """Every field of the source's config must be in the build's, and the quantization block."""
-    if not path and found.get("quantization") != QUANTIZATION:
-        raise _wrong_field("quantization", found.get("quantization"), QUANTIZATION)
-    if "quantization_config" in found:
-        raise _wrong_field(f"{path}quantization_config", "present", "none")
-    for field in sorted((found.keys() | expected.keys()) - set(DROPPED)):
-        ours, theirs = found.get(field), expected.get(field)
-        if field == "text_config" and isinstance(ours, dict) and isinstance(theirs, dict):
-            _check_config(ours, theirs, "text_config.")
+    for field in sorted(found.keys() | expected.keys()):
+        ours, theirs = found.get(field, NONE), expected.get(field, NONE)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            _check_config(ours, theirs, f"{path}{field}.")
         elif ours != theirs:
             raise _wrong_field(f"{path}{field}", ours, theirs)
 
 
-def _check_sizes(build: Source) -> None:
-    """The build's config must describe the build's own tensors."""
-    text = build.config["text_config"]
-    for name, tensor in build.tensors.items():
-        if name.endswith(".mlp.gate.weight"):
-            _check_size(name, tensor.shape, (text["num_experts"], text["hidden_size"]))
-        elif name.endswith("model.embed_tokens.weight"):
-            _check_size(name, tensor.shape, (text["vocab_size"], text["hidden_size"]))
-    layers = {name.split(".")[3] for name in build.tensors if ".layers." in name}
-    if len(layers) != text["num_hidden_layers"]:
-        raise _wrong_field("text_config.num_hidden_layers", text["num_hidden_layers"], len(layers))
-
-
-def _check_size(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise MismatchError(f"tensor {name}: {found}, config.json says {expected}.", AGAIN)
-
-
 def _wrong_field(field: str, found: object, expected: object) -> MismatchError:
-    return MismatchError(f"config.json: {field} is {found}, expected {expected}.", AGAIN)
+    ours, theirs = str(found)[:70], str(expected)[:70]
+    return MismatchError(f"config.json: {field} is {ours}, expected {theirs}.", AGAIN)

@@ -76,7 +76,11 @@ def parse_header(raw: bytes, where: str) -> Header:
         raise CheckpointError(f"{where} has a header that is not JSON: {error}.") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{where} has a header that is not a JSON object.")
-    metadata = entries.pop(METADATA, {})
+    metadata = entries.pop(METADATA, None)
+    if metadata is None:  # MLX writes null
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{where} has a {METADATA} that is not a JSON object.")
     tensors = sorted(
         (_tensor(name, entry, where) for name, entry in entries.items()),
         key=lambda tensor: (tensor.begin, tensor.end),

@@ -1,7 +1,8 @@
 """The journal of a build under way: who it is, and which shards are finished. One JSON a line.
 
-The first line is the build's identity (hashes of plan, profile and source); each later line records
-a shard, or takes a record back. A last line that a crash tore is dropped.
+The first line is the build's identity (hashes of plan, profile and source) and lists the files that
+it will have; each later line records a shard, or takes a record back. A last line that a crash tore
+is dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from pathlib import Path
 
 from kimi_k3_mlx.errors import CheckpointError
-from kimi_k3_mlx.schema import Json, ShardRecord, canonical
+from kimi_k3_mlx.schema import LOST, Json, ShardRecord, canonical
 from kimi_k3_mlx.tensors.writer import sync, write_file
 
 JOURNAL = "kimi_k3_mlx.journal.jsonl"
@@ -56,6 +57,18 @@ def start_journal(folder: Path, identity: Json) -> Journal:
     return Journal(path, identity, {}, len(line))
 
 
+def journal_files(folder: Path) -> tuple[str, ...]:
+    """The files that a folder's journal lists, damaged or not; none without a journal."""
+    path = folder / JOURNAL
+    if not path.is_file():
+        return ()
+    with path.open("rb") as file:
+        files = _line(path, 1, file.readline()).get("files", [])
+    if not isinstance(files, list):
+        raise _damaged(path, 1)
+    return tuple(map(str, files))
+
+
 def read_journal(folder: Path) -> Journal | None:
     """A folder's journal, or None; raise CheckpointError when more than the last line is bad."""
     path = folder / JOURNAL
@@ -97,6 +110,5 @@ def _record(path: Path, number: int, value: Json) -> ShardRecord:
 
 
 def _damaged(path: Path, number: int) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged in line {number}.", "pass --overwrite to begin the build again."
-    )
+    again = "pass --overwrite to begin the build again."
+    return CheckpointError(f"{path} is damaged in line {number}.", LOST if number == 1 else again)

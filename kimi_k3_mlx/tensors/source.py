@@ -24,6 +24,8 @@ from kimi_k3_mlx.tensors.header import Header, read_header
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+MANIFEST = "kimi_k3_mlx.json"
+DOWNLOAD = "re-download it: kimi-k3 download"
 BUFFER_BYTES = 1 << 20  # bigger buffers and more readers were slower on the disks measured
 
 
@@ -94,7 +96,7 @@ class Reader:
                 raise CheckpointError(
                     f"{shard} became shorter while it was read: tensor {span.tensor} "
                     f"ends at byte {end:,}, the file at {position + n_read:,}.",
-                    download_hint(shard),
+                    _hint(self._source.path, download_hint(shard)),
                 )
             yield block
             position += n_read
@@ -133,6 +135,14 @@ def open_source(path: Path) -> Source:
     path = Path(path)
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder.", "give the folder that holds config.json.")
+    try:
+        return _open(path)
+    except CheckpointError as error:
+        error.hint = _hint(path, error.hint)
+        raise
+
+
+def _open(path: Path) -> Source:
     config = read_json(path / CONFIG)
     index = read_json(path / INDEX)
     weight_map = _weight_map(index)
@@ -147,13 +157,13 @@ def open_source(path: Path) -> Source:
         tensors |= _placed(header)
         shards[shard] = (path / shard).stat().st_size
         digest.update(canonical([shard, shards[shard]]) + header.raw)
-    identity = SourceId(str(path), _commit(path), digest.hexdigest())
+    identity = SourceId(_commit(path), digest.hexdigest())
     source = Source(path, identity, config, shards, weight_map, tensors)
     _check_total_size(index, source.total_size)
     return source
 
 
-def read_json(path: Path) -> Json:
+def read_json(path: Path, hint: str = "") -> Json:
     """Read a JSON object; raise CheckpointError when it is missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
@@ -163,9 +173,11 @@ def read_json(path: Path) -> Json:
             "give the folder of a whole checkpoint; an unfinished build has no config.json yet.",
         ) from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.", download_hint(path.name)) from error
+        raise CheckpointError(
+            f"{path} is not JSON: {error}.", hint or download_hint(path.name)
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object.", download_hint(path.name))
+        raise CheckpointError(f"{path} is not a JSON object.", hint or download_hint(path.name))
     return value
 
 
@@ -173,7 +185,14 @@ def download_hint(name: str) -> str:
     """How to fetch one file again; a shard's name is cut after its number."""
     shard = re.match(r"model-\d+", name)
     pattern = f"{shard[0]}*" if shard else name
-    return f"re-download it: kimi-k3 download --include {pattern}"
+    return f"{DOWNLOAD} --include {pattern}"
+
+
+def _hint(path: Path, hint: str) -> str:
+    """What a build of ours lacks is not on the Hub: it is converted again."""
+    if hint.startswith(DOWNLOAD) and (path / MANIFEST).is_file():
+        return "run the kimi-k3 convert that made it again, with --overwrite."
+    return hint
 
 
 def _weight_map(index: Json) -> dict[str, str]:
@@ -240,7 +259,17 @@ def _check_names(shard: str, header: Header, expected: set[str]) -> None:
 
 
 def _check_total_size(index: Json, total_size: int) -> None:
-    stated = (index.get("metadata") or {}).get("total_size", total_size)
+    metadata = index.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise CheckpointError(
+            f"{INDEX} has metadata that is not a JSON object.", download_hint(INDEX)
+        )
+    stated = metadata.get("total_size", total_size)
+    if type(stated) is not int:
+        raise CheckpointError(
+            f"{INDEX} states a total_size of {str(stated)[:40]!r}, which is not a whole number.",
+            download_hint(INDEX),
+        )
     if stated != total_size:
         raise CheckpointError(
             f"{INDEX} states a total_size of {stated:,} bytes, the tensors have {total_size:,}.",

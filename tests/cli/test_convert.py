@@ -12,6 +12,7 @@ import pytest
 
 from kimi_k3_mlx.cli import convert
 from tests.cli.conftest import Run, program
+from tests.convert.damage import LAYER, values_of
 from tests.tiny_k3 import TinyConfig, write_source
 
 Usage = namedtuple("Usage", "total used free")
@@ -266,3 +267,71 @@ def test_a_wrong_shape_is_named_with_the_shard_to_fetch(
         "re-download it: kimi-k3 download --include model-00003*\n",
     )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("extra", [(), ("--dry-run",)])
+def test_a_missing_tokenizer_is_said_even_when_quiet(
+    extra: tuple[str, ...], kimi: Run, tiny_source: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(tiny_source, tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    result = kimi("convert", "--hf-path", source, "--mlx-path", tmp_path / "out", "-q", *extra)
+    assert (result.code, result.err) == (
+        0,
+        "warning: the source has no tokenizer.json: kimi-k3 generate and mlx_lm can't run this "
+        "build without one (K3's tiktoken.model needs remote code)\n",
+    )
+
+
+def test_scales_that_are_no_number_are_said_even_when_quiet_and_again(
+    kimi: Run, tiny_source: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(tiny_source, tmp_path / "source")
+    name = f"{LAYER}3.block_sparse_moe.experts.1.w2.weight_scale"
+    with values_of(source, name) as scales:
+        scales[0, :] = 255
+    paths = ("--hf-path", source, "--mlx-path", tmp_path / "out", "-q")
+    warning = "warning: 2 expert scales are 255, which is no number\n"
+    for _ in range(2):
+        assert kimi("convert", *paths) == (0, "", warning)
+    result = kimi("verify", *paths, "--json")
+    assert (result.code, result.err) == (0, warning)
+    assert json.loads(result.out)["nan_scales"] == 2
+
+
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+def test_a_dry_run_refuses_the_folders_that_a_run_refuses(
+    dry_run: tuple[str, ...], kimi: Run, tiny_source: Path, other_source: Path, tmp_path: Path
+) -> None:
+    foreign, out = tmp_path / "foreign", tmp_path / "out"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    kimi("convert", "--hf-path", tiny_source, "--mlx-path", out, "-q")
+    for folder, extra, message in (
+        (foreign, (), "is not empty and not a build of kimi-k3-mlx"),
+        (foreign, ("--overwrite", "-y"), "is not a build of kimi-k3-mlx; it is not deleted"),
+        (other_source, (), "is the source itself"),
+        (out, (), "is a finished build of another plan (source_sha256"),
+    ):
+        args = ("convert", "--hf-path", other_source, "--mlx-path", folder)
+        result = kimi(*args, *extra, *dry_run)
+        assert (result.code, result.out) == (2, "")
+        assert message in result.err
+    assert kimi(*args, "--dry-run", "--overwrite").code == 0
+
+
+def test_overwrite_keeps_the_old_build_when_the_disk_is_too_small(
+    kimi: Run,
+    tiny_source: Path,
+    other_source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    kimi("convert", "--hf-path", other_source, "--mlx-path", out, "-q")
+    before = contents(out)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**12, 10**12, 0))
+    args = ("convert", "--hf-path", tiny_source, "--mlx-path", out, "--overwrite", "-y")
+    for extra in ((), ("--dry-run",)):
+        assert kimi(*args, *extra).code == 4
+        assert contents(out) == before

@@ -1,10 +1,11 @@
 """Kills conversions at many moments and continues them: a program of its own, as it forks.
 
-    python -m tests.convert.killed SOURCE SCRATCH
+    python -m tests.convert.killed SOURCE OTHER_SOURCE SCRATCH
 
 Counts the calls that change the disk in one whole run. Then, for a choice of them, a forked child
 converts and kills itself with SIGKILL there (in mid-write for a write); the parent looks at what is
-left, runs the same conversion again and compares trees. Prints JSON: one object for each kill.
+left, runs the same conversion again and compares trees. Then the same with runs that overwrite a
+build of OTHER_SOURCE. Prints JSON: one object for each kill.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kimi_k3_mlx.tensors.writer import partial_path
 from tests.convert.damage import tree
 
 CALLS = ("pwrite", "fsync", "replace", "unlink", "mkdir", "truncate")
-WRITES_BETWEEN_KILLS = 150
+WRITES_BETWEEN_KILLS = 30
 
 
 @contextmanager
@@ -62,11 +63,9 @@ def watched(stop_at: int | None) -> Iterator[list[str]]:
 
 def chosen(made: list[str]) -> list[int]:
     """Every call but writes, and some of those: most are alike."""
-    return [
-        number
-        for number, name in enumerate(made)
-        if name != "pwrite" or number % WRITES_BETWEEN_KILLS == 7
-    ]
+    writes = [number for number, name in enumerate(made) if name == "pwrite"]
+    skipped = set(writes) - set(writes[7::WRITES_BETWEEN_KILLS])
+    return [number for number in range(len(made)) if number not in skipped]
 
 
 def written_at(path: Path) -> int:
@@ -102,10 +101,46 @@ def kill_and_continue(plan: BuildPlan, source: Source, out: Path, number: int) -
     }
 
 
-def main(source_path: Path, scratch: Path) -> None:
+def kill_and_overwrite(plan: BuildPlan, source: Source, out: Path, number: int) -> dict[str, Any]:
+    """One kill of an overwriting run, and what became of it after a second one."""
+    child = os.fork()
+    if not child:
+        with watched(number):
+            run(plan, source, out, overwrite=True)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    with watched(None):
+        run(plan, source, out, overwrite=True)
+    return {"killed": os.WIFSIGNALED(status), "tree": tree(out)}
+
+
+def folder_to_overwrite(old: Path, out: Path) -> Path:
+    """A finished build with files and folders of the user's beside it."""
+    shutil.copytree(old, out)
+    (out / "tokenizer_notes.md").write_text("mine")
+    (out / "tokenizer_old").mkdir()
+    (out / "tokenizer_old" / "tokenizer.json").write_text("mine too")
+    return out
+
+
+def overwritten(plan: BuildPlan, source: Source, old: Path, scratch: Path) -> dict[str, Any]:
+    """Die at each chosen moment of an overwriting run."""
+    whole = folder_to_overwrite(old, scratch / "overwritten")
+    with watched(None) as made:
+        run(plan, source, whole, overwrite=True)
+    outcomes = {}
+    for number in chosen(made):
+        out = folder_to_overwrite(old, scratch / f"overwritten-{number}")
+        outcomes[f"{number} {made[number]}"] = kill_and_overwrite(plan, source, out, number)
+        shutil.rmtree(out)
+    return outcomes
+
+
+def main(source_path: Path, other_path: Path, scratch: Path) -> None:
     """Convert once in peace, then die at each chosen moment."""
-    source = open_source(source_path)
+    source, other = open_source(source_path), open_source(other_path)
     plan = plan_build(source, load_profile("mxfp4"))
+    run(plan_build(other, load_profile("mxfp4")), other, scratch / "old")
     with watched(None) as made:
         run(plan, source, scratch / "whole")
     kills = {}
@@ -114,8 +149,9 @@ def main(source_path: Path, scratch: Path) -> None:
         kills[f"{number} {made[number]}"] = kill_and_continue(plan, source, out, number)
         shutil.rmtree(out)
     whole = tree(scratch / "whole")
-    sys.stdout.write(json.dumps({"whole": whole, "kills": kills}))
+    again = overwritten(plan, source, scratch / "old", scratch)
+    sys.stdout.write(json.dumps({"whole": whole, "kills": kills, "overwritten": again}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

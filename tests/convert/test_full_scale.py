@@ -58,7 +58,7 @@ def header_only_source(config: dict[str, Any]) -> Source:
         for numbers in occurrences(entry, dims):
             name = entry.source.format(*numbers)
             tensors[name] = TensorInfo(name, dtype, shape, 0, n_bytes)
-    return Source(Path("K3"), SourceId("K3", None, ""), config, {}, {}, tensors)
+    return Source(Path("K3"), SourceId(None, ""), config, {}, {}, tensors)
 
 
 @pytest.fixture(scope="module")

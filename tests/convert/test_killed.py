@@ -20,7 +20,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the program `tests.convert.killed` saw."""
     scratch = tmp_path_factory.mktemp("killed")
     source = write_source(scratch / "source", TinyConfig(layers=3, experts=4, vision=False))
-    command = [sys.executable, "-m", "tests.convert.killed", str(source), str(scratch)]
+    other = write_source(scratch / "other", TinyConfig(layers=4, experts=4, vision=False))
+    (other / "THIRD_PARTY_NOTICES.md").write_text("only the old build has this")
+    paths = map(str, (source, other, scratch))
+    command = [sys.executable, "-m", "tests.convert.killed", *paths]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
@@ -57,3 +60,14 @@ def test_what_loads_is_finished(kills: dict[str, Kill]) -> None:
     assert {m: k["changed_though_loadable"] for m, k in kills.items() if k["loads"]}
     for moment, kill in kills.items():
         assert kill["changed_though_loadable"] == [], moment
+
+
+def test_overwriting_can_be_repeated_after_any_moment(outcome: dict[str, Any]) -> None:
+    """The old build goes whole, the new one comes whole, and what is the user's stays."""
+    kills: dict[str, Kill] = outcome["overwritten"]
+    assert all(kill["killed"] for kill in kills.values())
+    assert [moment.split()[1] for moment in kills].count("unlink") >= 8
+    for moment, kill in kills.items():
+        mine = {name for name in kill["tree"] if name not in outcome["whole"]}
+        assert mine == {"tokenizer_notes.md", "tokenizer_old/tokenizer.json"}, moment
+        assert outcome["whole"].items() <= kill["tree"].items(), moment

@@ -101,6 +101,25 @@ def test_a_wrong_shape_is_named_with_its_shard(copied: Path) -> None:
     )
 
 
+def test_a_router_that_disagrees_with_the_config_is_not_called_truncated(copied: Path) -> None:
+    with editing(copied, ROUTER) as tensors:
+        tensors[ROUTER] = ("BF16", (7, 64), bytes(7 * 64 * 2))
+    with pytest.raises(CheckpointError) as error:
+        planned(copied)
+    assert error.value.message == f"tensor {ROUTER}: shape (7, 64), expected (8, 64)."
+    assert error.value.hint.startswith(
+        "the source shard model-00003-of-000008.safetensors does not fit config.json; re-download"
+    )
+
+
+@pytest.mark.parametrize("text", [None, 5])
+def test_a_missing_text_config_is_named(copied: Path, text: object) -> None:
+    with changing_config(copied) as config:
+        config["text_config"] = text
+    with pytest.raises(CheckpointError, match=r"text_config is .*, expected an object"):
+        planned(copied)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "expected"),
     [

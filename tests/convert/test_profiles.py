@@ -45,3 +45,9 @@ def test_unknown_profiles_are_refused_with_the_known_ones(name: str) -> None:
 def test_each_wrong_field_is_named(change: tuple[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=f"profile mine.*{message}"):
         parse_profile(GOOD.replace(*change), "mine")
+
+
+def test_a_profile_that_is_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(GOOD.replace('"s"', '"ä"').encode("latin-1"))
+    with pytest.raises(UsageError, match=r"profile .*mine\.toml is not UTF-8: "):
+        load_profile(str(tmp_path / "mine.toml"))

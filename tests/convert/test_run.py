@@ -16,7 +16,7 @@ import pytest
 
 from converters.mxfp4 import decode
 from kimi_k3_mlx.convert import estimate as estimate_module
-from kimi_k3_mlx.convert.folder import delete_build, locked
+from kimi_k3_mlx.convert.folder import locked
 from kimi_k3_mlx.convert.run import run
 from kimi_k3_mlx.convert.sidecars import read_manifest
 from kimi_k3_mlx.errors import (
@@ -74,6 +74,9 @@ def test_the_manifest_knows_every_shard(tiny_build: Path, tiny_plan: Planned) ->
     manifest = read_manifest(tiny_build)
     assert manifest is not None
     assert (manifest.plan_sha256, manifest.source) == (plan.sha256, source.id)
+    assert str(source.path) not in (tiny_build / "kimi_k3_mlx.json").read_text("utf-8")
+    for name, sha256 in manifest.sidecars.items():
+        assert sha256 == hashlib.sha256((tiny_build / name).read_bytes()).hexdigest()
     for shard in manifest.shards:
         content = (tiny_build / shard.name).read_bytes()
         assert (shard.n_bytes, shard.nan_scales) == (len(content), 0)
@@ -243,6 +246,15 @@ def test_a_full_disk_leaves_a_folder_that_can_be_continued(
     assert tree(out) == tree(tiny_build)
 
 
+def test_a_disk_that_takes_no_big_file_says_so(tiny_plan: Planned, tmp_path: Path) -> None:
+    too_big = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    with pytest.raises(DoesNotFitError) as error:
+        run(*tiny_plan, tmp_path / "out", stop_at(100000, too_big))
+    volume = estimate_module.mount_point(tmp_path)
+    assert error.value.message == (f"{volume} takes no file as big as the build's, up to 190 kB.")
+    assert error.value.hint.startswith("FAT32 ends at 4 GB: point --mlx-path at another disk; ")
+
+
 def test_a_broken_disk_is_an_error_with_its_file(tiny_plan: Planned, tmp_path: Path) -> None:
     broken = OSError(errno.EIO, os.strerror(errno.EIO), "model-x")
     with pytest.raises(KimiError, match=r"model-x: Input/output error\."):
@@ -319,23 +331,3 @@ def test_a_folder_that_can_not_be_made(tiny_plan: Planned, tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(KimiError, match="file/out: Not a directory"):
         run(*tiny_plan, tmp_path / "file" / "out")
-
-
-def test_deleting_takes_only_builds_of_ours(
-    build: Path, unfinished: Path, tmp_path: Path, tiny_plan: Planned
-) -> None:
-    for out in (build, unfinished):
-        (out / "model-00003-of-000008.safetensors.partial").write_bytes(b"")
-        delete_build(out)
-        assert os.listdir(out) == []
-        run(*tiny_plan, out)
-        (out / "notes.txt").write_text("mine")
-        delete_build(out)
-        assert os.listdir(out) == ["notes.txt"]
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.tex").write_text("years")
-    with pytest.raises(UsageError, match="is not a build of kimi-k3-mlx; it is not deleted"):
-        delete_build(other)
-    assert (other / "thesis.tex").exists()
-    delete_build(tmp_path / "nowhere")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from converters.config import QUANTIZATION, build_config, check_packed_format, read_dims
+from converters.config import QUANTIZATION, build_config, check_source, read_dims
 from kimi_k3_mlx.errors import CheckpointError
 
 K3: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "golden/k3_config.json").read_text("utf-8")
 )
+ABSENT = object()
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def place(config: dict[str, Any], where: str, name: str) -> None:
 @pytest.mark.parametrize("where", ["top", "text", "group"])
 def test_mxfp4_is_recognised_in_each_place(config: dict[str, Any], where: str) -> None:
     place(config, where, "mxfp4-pack-quantized")
-    check_packed_format(config)
+    check_source(config)
 
 
 @pytest.mark.parametrize(
@@ -100,26 +102,111 @@ def test_another_format_is_refused_by_its_place(
     """mlx-lm#1865: guessing 4-bit affine from an unknown container yields noise."""
     place(config, where, "float-quantized")
     with pytest.raises(CheckpointError, match=named):
-        check_packed_format(config)
+        check_source(config)
 
 
 def test_one_foreign_group_among_good_ones_is_refused(config: dict[str, Any]) -> None:
     groups = config["text_config"]["quantization_config"]["config_groups"]
     groups["group_1"] = {"format": "int-quantized"}
-    with pytest.raises(CheckpointError, match=r"config_groups\.group_1\.format is 'int-quantized'"):
-        check_packed_format(config)
+    with pytest.raises(
+        CheckpointError,
+        match=r"quantization_config\.config_groups\.group_1\.format is 'int-quantized'",
+    ):
+        check_source(config)
 
 
-@pytest.mark.parametrize("block", [None, {}, {"quant_method": "fp8"}, "mxfp4"])
-def test_no_format_at_all_is_refused(config: dict[str, Any], block: object) -> None:
-    config["text_config"]["quantization_config"] = block
+def test_no_format_at_all_is_refused(config: dict[str, Any]) -> None:
+    config["text_config"]["quantization_config"] = None
     with pytest.raises(CheckpointError, match="has no quantization_config with a format"):
-        check_packed_format(config)
+        check_source(config)
+
+
+@pytest.mark.parametrize("where", ["", "text_config."])
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({}, r"quantization_config\.format is missing, expected 'mxfp4-pack-quantized'"),
+        ({"quant_method": "gptq", "bits": 4}, r"quantization_config\.format is missing"),
+        ({"config_groups": {"a": {}}}, r"quantization_config\.format is missing"),
+        ("mxfp4", "quantization_config is mxfp4, expected an object"),
+        ([1], r"quantization_config is \[1\], expected an object"),
+        ({"config_groups": []}, r"quantization_config\.config_groups is \[\], expected an object"),
+        (
+            {"config_groups": {"a": 1}},
+            r"quantization_config\.config_groups\.a is 1, expected an object",
+        ),
+        ({"format": ["x"]}, r"quantization_config\.format is \['x'\], expected"),
+    ],
+)
+def test_every_block_that_is_present_must_state_the_format(
+    config: dict[str, Any], where: str, block: object, message: str
+) -> None:
+    """A good block in the other place does not help."""
+    (config["text_config"] if where else config)["quantization_config"] = block
+    with pytest.raises(CheckpointError, match=rf"config\.json: {re.escape(where)}{message}"):
+        check_source(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ([], ("quantization", QUANTIZATION), "it is a build, not a source"),
+        (["text_config"], ("expert_counts", [8]), "text_config.expert_counts is set, which only b"),
+    ],
+)
+def test_the_config_of_a_build_is_no_sources(
+    config: dict[str, Any], path: list[str], value: tuple[str, object], message: str
+) -> None:
+    (config[path[0]] if path else config)[value[0]] = value[1]
+    with pytest.raises(CheckpointError, match=message):
+        check_source(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("text_config.linear_attn_config.use_full_rank_gate", False, "only True is supported"),
+        ("text_config.linear_attn_config.use_full_rank_gate", ABSENT, "only True is supported"),
+        ("text_config.hidden_act", "silu", "only 'situ' is supported"),
+        ("text_config.latent_moe_use_norm", False, "only True is supported"),
+        ("text_config.mla_use_output_gate", False, "only True is supported"),
+        ("text_config.mla_use_output_gate", ABSENT, "only True is supported"),
+        ("text_config.mla_use_nope", False, "only True is supported"),
+        ("text_config.tie_word_embeddings", True, "only False is supported"),
+        ("tie_word_embeddings", True, "only False is supported"),
+        ("text_config.attn_res_block_size", None, "expected a whole number from 1 on"),
+        ("text_config.q_lora_rank", None, "expected a whole number from 1 on"),
+    ],
+)
+def test_another_architecture_is_refused_by_its_switch(
+    config: dict[str, Any], field: str, value: object, expected: str
+) -> None:
+    *path, name = field.split(".")
+    holder = config
+    for key in path:
+        holder = holder[key]
+    holder.pop(name, None)
+    if value is not ABSENT:
+        holder[name] = value
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: {re.escape(field)} is .*[;,] {expected}\."
+    ):
+        read_dims(config)
+
+
+def test_switches_may_be_absent_where_that_means_the_same(config: dict[str, Any]) -> None:
+    for name in ("hidden_act", "mla_use_nope", "tie_word_embeddings"):
+        config["text_config"].pop(name, None)
+        config.pop(name, None)
+    assert read_dims(config) == read_dims(K3)
 
 
 def test_the_config_of_a_build(config: dict[str, Any]) -> None:
+    for holder in (config, config["text_config"]):
+        holder["model_file"] = "evil.py"
+    before = copy.deepcopy(config)
     built = build_config(config)
-    assert config == K3
+    assert config == before
     assert (
         built.pop("quantization")
         == QUANTIZATION
@@ -129,8 +216,7 @@ def test_the_config_of_a_build(config: dict[str, Any]) -> None:
             "mode": "mxfp4",
         }
     )
-    assert "auto_map" not in built
     for holder in (config, config["text_config"]):
-        holder.pop("quantization_config", None)
-        holder.pop("auto_map", None)
+        for field in ("quantization_config", "auto_map", "model_file"):
+            holder.pop(field, None)
     assert built == config

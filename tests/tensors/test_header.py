@@ -42,6 +42,7 @@ def test_a_good_file(tmp_path: Path) -> None:
 
 
 DEFECTS: list[tuple[bytes, str]] = [
+    (b'{"__metadata__": ["pt"]}', "x has a __metadata__ that is not a JSON object"),
     (b"\xff\xfe", "header that is not JSON"),
     (b'{"a": ', "header that is not JSON"),
     (b"[1, 2]", "not a JSON object"),
@@ -63,6 +64,10 @@ DEFECTS: list[tuple[bytes, str]] = [
 def test_each_defect_of_the_json_has_its_sentence(raw: bytes, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parse_header(raw, "x")
+
+
+def test_metadata_may_be_null() -> None:
+    assert parse_header(b'{"__metadata__": null}', "x").metadata == {}
 
 
 def test_too_short_for_a_length(tmp_path: Path) -> None:

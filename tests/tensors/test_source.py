@@ -16,7 +16,7 @@ from safetensors import safe_open
 from kimi_k3_mlx.errors import CheckpointError, UsageError
 from kimi_k3_mlx.schema import Span
 from kimi_k3_mlx.tensors import source as source_module
-from kimi_k3_mlx.tensors.source import INDEX, open_source
+from kimi_k3_mlx.tensors.source import INDEX, MANIFEST, open_source
 
 SHARD = "model-00002-of-000008.safetensors"
 ROUTER = "language_model.model.layers.1.block_sparse_moe.gate.weight"
@@ -108,6 +108,29 @@ def test_a_wrong_total_size(copied: Path) -> None:
     change_index(copied, lambda index: index["metadata"].update(total_size=5))
     with pytest.raises(CheckpointError, match=r"states a total_size of 5 bytes, the tensors have"):
         open_source(copied)
+
+
+@pytest.mark.parametrize("total", ["5", 5.5, None, [1], True])
+def test_a_total_size_that_is_no_number(copied: Path, total: object) -> None:
+    change_index(copied, lambda index: index["metadata"].update(total_size=total))
+    with pytest.raises(CheckpointError, match=r"total_size of .*, which is not a whole number"):
+        open_source(copied)
+
+
+@pytest.mark.parametrize("metadata", ["x", [1], 5])
+def test_index_metadata_that_is_no_object(copied: Path, metadata: object) -> None:
+    change_index(copied, lambda index: index.update(metadata=metadata))
+    with pytest.raises(CheckpointError, match="has metadata that is not a JSON object"):
+        open_source(copied)
+
+
+def test_a_build_is_not_downloaded_again(copied: Path) -> None:
+    os.truncate(copied / SHARD, 100)
+    for name, hint in (("notes", "re-download it"), (MANIFEST, "run the kimi-k3 convert that")):
+        (copied / name).write_text("{}")
+        with pytest.raises(CheckpointError, match="is truncated") as error:
+            open_source(copied)
+        assert error.value.hint.startswith(hint)
 
 
 @pytest.mark.parametrize(
