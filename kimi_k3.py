@@ -3,20 +3,24 @@
 - Attention Residuals instead of a residual stream, Kimi Delta Attention (KDA) in three layers
   of four, gated MLA without positions in the fourth, LatentMoE with a sigmoid router.
 - Modules and parameters have the names of `mlx_lm.models.kimi_k3`: a build with one number of
-  experts loads there too. `expert_counts` in the text config gives every layer its own.
+  experts loads there too. `expert_counts` in the text config gives every layer its own, and
+  `low_expert_counts` puts the last of them in a second bank, which may have fewer bits.
 - Activations keep the embedding's dtype. Router, decay, KDA state, convolution, softmax and the
   sums over experts and blocks are float32, and float32 weights never promote the stream.
 - The GPU runs mlx-lm's gated delta kernels and two kernels of this file, each with a twin in
   plain operations. The CPU computes inside a layer in float32 and runs KDA chunk by chunk.
 
-It imports only mlx, mlx_lm, numpy and the standard library, by absolute names: mlx-lm executes
-the copy in a build as a module called `custom_model`.
+It imports only mlx, mlx_lm, numpy and the standard library, by absolute names: mlx-lm and mlx-vlm
+execute the copy in a build as a module called `custom_model`. `kimi_k3_vl` is what mlx-vlm needs.
 """
 
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -27,14 +31,13 @@ from mlx_lm.models.base import BaseModelArgs, create_attention_mask, create_ssm_
 from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.pipeline import PipelineMixin
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-# tap(layer, name, array) sees what a layer computed; see DecoderLayer and SparseMoE for names.
-Tap = Callable[[int, str, mx.array], None]
-LayerTap = Callable[[str, mx.array], None]
 
 L2_EPS = 1e-6
 MLA_NORM_EPS = 1e-6
+# Fields of the text config with one value that this file computes.
+SUPPORTED = {"hidden_act": "situ", "moe_router_activation_func": "sigmoid", "mla_use_nope": True}
 # From this many rows on, gathers are sorted by expert, as in mlx_lm's SwitchGLU.
 SORT_THRESHOLD = 64
 
@@ -77,30 +80,34 @@ class TextArgs(BaseModelArgs):
     latent_moe_use_norm: bool = False
     tie_word_embeddings: bool = False
     expert_counts: list[int] | None = None
+    low_expert_counts: list[int] | None = None
 
     def __post_init__(self):
-        for field, value in (
-            ("hidden_act", "situ"),
-            ("moe_router_activation_func", "sigmoid"),
-            ("mla_use_nope", True),
-        ):
-            if getattr(self, field) != value:
-                raise ValueError(
-                    f"text_config.{field} is {getattr(self, field)!r}; only {value!r} is supported."
-                )
+        for field, value in SUPPORTED.items():
+            if (found := getattr(self, field)) != value:
+                raise ValueError(f"text_config.{field} is {found!r}; only {value!r} is supported.")
         if self.linear_attn_config is None:
             raise ValueError("text_config.linear_attn_config is missing.")
         if self.expert_counts is not None:
-            self.check_expert_counts(self.expert_counts, self.num_experts_per_token)
+            self.check_expert_counts(self.expert_counts, self.low_expert_counts)
+        elif self.low_expert_counts is not None:
+            raise ValueError("text_config.low_expert_counts needs text_config.expert_counts.")
 
-    def check_expert_counts(self, counts: list[int], top_k: int):
-        if (n := self.num_hidden_layers) != len(counts):
-            raise ValueError(f"text_config.expert_counts has {len(counts)} entries for {n} layers.")
-        for layer, n in enumerate(counts):
-            if self.is_moe(layer) and n < top_k:
+    def check_expert_counts(self, counts: list[int], low_counts: list[int] | None):
+        low_counts = [0] * len(counts) if low_counts is None else low_counts
+        for field, entries in (("expert_counts", counts), ("low_expert_counts", low_counts)):
+            if (n := self.num_hidden_layers) != len(entries):
+                raise ValueError(f"text_config.{field} has {len(entries)} entries for {n} layers.")
+        for layer in filter(self.is_moe, range(n)):
+            n, low, top_k = counts[layer], low_counts[layer], self.num_experts_per_token
+            if n < top_k:
                 raise ValueError(
                     f"text_config.expert_counts keeps {n} experts in layer {layer}, "
                     f"but the router selects {top_k} per token."
+                )
+            if not 0 <= low < n:
+                raise ValueError(
+                    f"text_config.low_expert_counts is {low} in layer {layer}, not 0 to {n - 1}."
                 )
 
     def is_kda(self, layer: int) -> bool:
@@ -116,6 +123,10 @@ class TextArgs(BaseModelArgs):
     def experts_in(self, layer: int) -> int:
         """Routed experts of an MoE layer."""
         return self.expert_counts[layer] if self.expert_counts else self.num_experts
+
+    def low_experts_in(self, layer: int) -> int:
+        """How many of them, the last ones, lie in the bank `switch_mlp_low`."""
+        return self.low_expert_counts[layer] if self.low_expert_counts else 0
 
 
 @dataclass
@@ -157,11 +168,6 @@ def situ(gate: mx.array, up: mx.array, beta: float, linear_beta: float | None) -
 def gated(x: mx.array, gate: mx.array) -> mx.array:
     """x · σ(gate), float32 inside, in the dtype of the gate."""
     return (x.astype(mx.float32) * mx.sigmoid(gate.astype(mx.float32))).astype(gate.dtype)
-
-
-@partial(mx.compile, shapeless=True)
-def add(prefix: mx.array, y: mx.array) -> mx.array:
-    return prefix + y.astype(prefix.dtype)
 
 
 class MLP(nn.Module):
@@ -218,17 +224,14 @@ ATTN_RES_SOURCE = """
     // 64 bits: eight blocks of a long prefill chunk pass 2^32 numbers.
     size_t stride = static_cast<size_t>(N) * D;
     size_t first = static_cast<size_t>(n) * D;
-    auto raw_ = raw + first;
-    auto prefix_ = prefix + first;
-    auto out_ = out + first;
 
     float sums[SUMS] = {0.0f};
     for (uint d = tid; d < D; d += THREADS) {
       float direction = static_cast<float>(res_norm[d]) * static_cast<float>(res_proj[d]);
       for (int k = 0; k < K; ++k) {
-        sums[k] += static_cast<float>(raw_[k * stride + d]) * direction;
+        sums[k] += static_cast<float>(raw[k * stride + first + d]) * direction;
       }
-      float p = static_cast<float>(prefix_[d]);
+      float p = static_cast<float>(prefix[first + d]);
       sums[K] += p * direction;
       sums[K + 1] += p * p;
     }
@@ -242,10 +245,7 @@ ATTN_RES_SOURCE = """
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = 0; i < SUMS; ++i) {
-      sums[i] = 0.0f;
-      for (int j = 0; j < SIMDS; ++j) {
-        sums[i] += partial[i * SIMDS + j];
-      }
+      sums[i] = simd_sum(lane < SIMDS ? partial[i * SIMDS + lane] : 0.0f);
     }
 
     float weights[K + 1];
@@ -266,9 +266,9 @@ ATTN_RES_SOURCE = """
     for (int i = 0; i < HELD; ++i) {
       uint d = tid + i * THREADS;
       if (d < D) {
-        float mixed = weights[K] * static_cast<float>(prefix_[d]);
+        float mixed = weights[K] * static_cast<float>(prefix[first + d]);
         for (int k = 0; k < K; ++k) {
-          mixed += weights[k] * static_cast<float>(raw_[k * stride + d]);
+          mixed += weights[k] * static_cast<float>(raw[k * stride + first + d]);
         }
         held[i] = static_cast<float>(static_cast<InT>(mixed / total));
         square += held[i] * held[i];
@@ -280,17 +280,14 @@ ATTN_RES_SOURCE = """
       squares[simd] = square;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    square = 0.0f;
-    for (int j = 0; j < SIMDS; ++j) {
-      square += squares[j];
-    }
+    square = simd_sum(lane < SIMDS ? squares[lane] : 0.0f);
 
     float scale = metal::rsqrt(square / D + eps[0]);
     for (int i = 0; i < HELD; ++i) {
       uint d = tid + i * THREADS;
       if (d < D) {
         float unit = static_cast<float>(static_cast<InT>(held[i] * scale));
-        out_[d] = static_cast<InT>(unit * static_cast<float>(norm[d]));
+        out[first + d] = static_cast<InT>(unit * static_cast<float>(norm[d]));
       }
     }
 """
@@ -303,9 +300,9 @@ def metal_kernel(name: str, inputs: str, output: str, source: str):
 
 
 @cache
-def constant(value: float, n: int = 1) -> mx.array:
-    """A float32 vector of `n` equal values, made once."""
-    return mx.array(np.full(n, value, np.float32))
+def constant(value: float, n: int = 1, dtype=np.float32) -> mx.array:
+    """A vector of `n` equal values, made once."""
+    return mx.array(np.full(n, value, dtype))
 
 
 def attn_res_metal(blocks: BlockStack, prefix, res_norm, res_proj, norm) -> mx.array:
@@ -324,18 +321,13 @@ def attn_res_metal(blocks: BlockStack, prefix, res_norm, res_proj, norm) -> mx.a
     )[0]
 
 
-@mx.compile
-def mix_ops(raw, inv_rms, prefix, res_norm, res_proj, eps: float) -> mx.array:
+def attn_res_ops(blocks: BlockStack, prefix, res_norm, res_proj, norm, dtype) -> mx.array:
     direction = res_norm.astype(mx.float32) * res_proj.astype(mx.float32).reshape(-1)
     p = prefix.astype(mx.float32)
-    score = (p @ direction) * mx.rsqrt(p.square().mean(-1) + eps)
-    scores = (raw.astype(mx.float32) @ direction) * inv_rms
+    score = (p @ direction) * mx.rsqrt(p.square().mean(-1) + blocks.eps)
+    scores = (blocks.raw.astype(mx.float32) @ direction) * blocks.inv_rms
     weights = mx.softmax(mx.concatenate([scores, score[None]]), axis=0)
-    return (weights[:-1, ..., None] * raw).sum(0) + weights[-1, ..., None] * p
-
-
-def attn_res_ops(blocks: BlockStack, prefix, res_norm, res_proj, norm, dtype) -> mx.array:
-    mixed = mix_ops(blocks.raw, blocks.inv_rms, prefix, res_norm, res_proj, blocks.eps)
+    mixed = (weights[:-1, ..., None] * blocks.raw).sum(0) + weights[-1, ..., None] * p
     return mx.fast.rms_norm(mixed.astype(dtype), norm, blocks.eps)
 
 
@@ -379,11 +371,8 @@ class ShortConv(nn.Module):
         if state is None:
             state = mx.zeros((B, history, C), x.dtype)
         padded = mx.concatenate([state, x], axis=1)
-        if T == 1 and not on_gpu():
-            y = nn.silu(mx.conv1d(padded, self.conv.weight, groups=C))
-        else:
-            weights = [self.conv.weight[:, i, 0] for i in range(history + 1)]
-            y = conv_silu([padded[:, i : i + T] for i in range(history + 1)], weights)
+        weights = [self.conv.weight[:, i, 0] for i in range(history + 1)]
+        y = conv_silu([padded[:, i : i + T] for i in range(history + 1)], weights)
         if lengths is not None:
             ends = mx.clip(lengths, 0, T)[:, None] + mx.arange(history)
             return y, mx.take_along_axis(padded, ends[..., None], axis=1)
@@ -423,22 +412,6 @@ CHUNK = 16
 CHUNK_BOUND = -5.0
 
 
-def unit_lower_inverse(n: mx.array) -> mx.array:
-    """(I + n)⁻¹ for a strictly lower triangular n [..., m, m], m a power of two.
-
-    By halves down to 4, where (I - n)(I + n²) is exact; squaring from 16 on loses three digits.
-    """
-    m = n.shape[-1]
-    if m <= 4:
-        eye = mx.eye(m)
-        return (eye - n) @ (eye + n @ n)
-    h = m // 2
-    top, bottom = unit_lower_inverse(mx.stack([n[..., :h, :h], n[..., h:, h:]]))
-    corner = -(bottom @ n[..., h:, :h]) @ top
-    upper = mx.concatenate([top, mx.zeros_like(top)], -1)
-    return mx.concatenate([upper, mx.concatenate([corner, bottom], -1)], -2)
-
-
 def kda_chunks(q, k, v, log_g, beta, state: mx.array | None) -> tuple[mx.array, mx.array]:
     """The gated delta rule of KDA over chunks of 16 tokens, in matrix products.
 
@@ -462,8 +435,8 @@ def kda_chunks(q, k, v, log_g, beta, state: mx.array | None) -> tuple[mx.array, 
 
     k_in, k_out, q_in = k * grow, k / grow, q * grow
     keys = k_out.swapaxes(-1, -2)
-    lower = mx.tri(CHUNK, CHUNK, -1)
-    solve = unit_lower_inverse(lower * (beta * (k_in @ keys)))
+    lower = mx.tri(CHUNK, CHUNK, -1) * (beta * (k_in @ keys))
+    solve = mx.linalg.tri_inv(mx.eye(CHUNK) + lower)
     values, erase = solve @ (beta * v), solve @ (beta * k_in * start)
     scores = mx.tri(CHUNK) * (q_in @ keys)
     q_in, keys = q_in * start, (k_out * end).swapaxes(-1, -2)
@@ -548,19 +521,13 @@ class DeltaAttention(nn.Module):
         return gated_delta_ops(q, k, v, g, beta, state, mask)
 
     def shard(self, group):
-        rank, size = group.rank(), group.size()
         self.qkv_proj = shard_linear(self.qkv_proj, "all-to-sharded", segments=3, group=group)
         for name in ("f_b_proj", "b_proj", "g_proj" if "g_proj" in self else "g_b_proj"):
             self[name] = shard_linear(self[name], "all-to-sharded", group=group)
         self.o_proj = shard_linear(self.o_proj, "sharded-to-all", group=group)
-
-        def mine(w, segments=1):
-            parts = w.reshape(segments, size, -1, *w.shape[1:])[:, rank]
-            return mx.contiguous(parts.reshape(-1, *w.shape[1:]))
-
-        self.qkv_conv.conv.weight = mine(self.qkv_conv.conv.weight, segments=3)
-        self.A_log, self.dt_bias = mine(self.A_log), mine(self.dt_bias)
-        self.num_heads //= size
+        axes = {"qkv_conv.conv.weight": (0, 3), "A_log": 0, "dt_bias": 0}
+        shard_inplace(self, lambda path, _: axes.get(path), group=group)
+        self.num_heads //= group.size()
 
 
 # Multi-head latent attention
@@ -646,9 +613,8 @@ class LatentAttention(nn.Module):
             if name in self:
                 self[name] = shard_linear(self[name], "all-to-sharded", group=group)
         self.o_proj = shard_linear(self.o_proj, "sharded-to-all", group=group)
-        first = group.rank() * self.num_heads
         for bank in (self.embed_q, self.unembed_out):
-            bank.apply(lambda w: w[first : first + self.num_heads])
+            shard_inplace(bank, lambda *_: 0, group=group)
 
 
 # LatentMoE
@@ -716,10 +682,8 @@ def select_experts(scores, bias, top_k, groups, top_groups, renormalize, scaling
 
 
 def gather(bank: nn.Module, x: mx.array, experts: mx.array, rows=None, ordered=False) -> mx.array:
-    """x[rows] @ bank[experts]^T for x [rows, 1, in]; `ordered` says that `experts` ascend.
-
-    Without `rows`, mlx pairs x and `experts` by broadcasting and builds the row indices anew.
-    """
+    """x[rows] @ bank[experts]^T for x [n, 1, in]; `ordered` says that `experts` ascend. Without
+    `rows`, mlx pairs x and `experts` by broadcasting and builds the row indices anew."""
     pairs = {"lhs_indices": rows, "rhs_indices": experts, "sorted_indices": ordered}
     if not isinstance(bank, QuantizedSwitchLinear):
         return mx.gather_mm(x, bank.weight.swapaxes(-1, -2), **pairs)
@@ -746,26 +710,31 @@ class Experts(nn.Module):
         self.down_proj = SwitchLinear(width, size, num_experts, bias=False)
         self.betas = (args.activation_situ_beta or 1.0, args.activation_situ_linear_beta)
 
-    def __call__(self, z: mx.array, indices: mx.array) -> mx.array:
-        """z [B, T, size], indices [B, T, top_k] → outputs [B, T, top_k, size]"""
-        top_k = indices.shape[-1]
-        rows = z.reshape(-1, 1, z.shape[-1])
-        if indices.size < SORT_THRESHOLD:
-            inputs, slots = row_indices(len(rows), top_k)
-            chosen = indices.reshape(-1, top_k)
-            h = self.activate(rows, chosen, inputs)
-            y = gather(self.down_proj, h.reshape(-1, 1, h.shape[-1]), chosen, slots)
-        else:
-            order = mx.argsort(indices.flatten())
-            chosen = indices.flatten()[order]
-            h = self.activate(rows[order // top_k], chosen, ordered=True)
-            y = gather(self.down_proj, h, chosen, ordered=True)[mx.argsort(order)]
-        return y.reshape(*indices.shape, -1)
-
-    def activate(self, rows, chosen, inputs=None, ordered=False) -> mx.array:
+    def __call__(self, rows, chosen, inputs=None, slots=None, ordered=False) -> mx.array:
+        """Expert `chosen` of every slot, for rows [n, 1, size]; see `gather` and `row_indices`."""
         gate = gather(self.gate_proj, rows, chosen, inputs, ordered)
         up = gather(self.up_proj, rows, chosen, inputs, ordered)
-        return situ(gate, up, *self.betas)
+        h = situ(gate, up, *self.betas)
+        return gather(self.down_proj, h.reshape(-1, 1, h.shape[-1]), chosen, slots, ordered)
+
+
+@partial(mx.compile, shapeless=True)
+def split_banks(chosen, n, ordered: bool) -> tuple[mx.array, mx.array]:
+    """Every slot's expert in the first bank, of n experts, and in the low bank behind it.
+
+    Where the slot's own expert lies in the other bank, it is one that its row reads anyway, which
+    costs no bytes, or for `ordered` slots the one at the border: they still ascend.
+    """
+    least = n if ordered else chosen.min(-1, keepdims=True)
+    most = n if ordered else chosen.max(-1, keepdims=True)
+    first = mx.where(chosen < n, chosen, mx.minimum(least, n - 1))
+    low = mx.where(chosen >= n, chosen, mx.maximum(most, n)) - n
+    return first, low
+
+
+@partial(mx.compile, shapeless=True)
+def join_banks(chosen, n, first, low) -> mx.array:
+    return mx.where(chosen < n, first, low)
 
 
 @partial(mx.compile, shapeless=True)
@@ -776,8 +745,9 @@ def scaled32(y: mx.array, weights: mx.array) -> mx.array:
 class SparseMoE(nn.Module):
     """LatentMoE: routed experts work in a latent space, shared experts on the hidden state."""
 
-    def __init__(self, args: TextArgs, num_experts: int):
+    def __init__(self, args: TextArgs, layer: int):
         super().__init__()
+        num_experts, n_low = args.experts_in(layer), args.low_experts_in(layer)
         hidden, latent = args.hidden_size, args.routed_expert_hidden_size
         self.routing = (
             args.num_experts_per_token,
@@ -788,7 +758,10 @@ class SparseMoE(nn.Module):
         )
         self.gate = nn.Linear(hidden, num_experts, bias=False)
         self.e_score_correction_bias = mx.zeros((num_experts,))
-        self.switch_mlp = Experts(args, latent or hidden, num_experts)
+        self.n_first = num_experts - n_low
+        self.switch_mlp = Experts(args, latent or hidden, self.n_first)
+        if n_low:
+            self.switch_mlp_low = Experts(args, latent or hidden, n_low)
         if latent is not None:
             self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
             self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
@@ -798,7 +771,7 @@ class SparseMoE(nn.Module):
             self.shared_experts = MLP(args, args.moe_intermediate_size * args.num_shared_experts)
         self.sharding_group = None
 
-    def __call__(self, x: mx.array, tap: LayerTap | None = None) -> mx.array:
+    def __call__(self, x: mx.array, tap=None) -> mx.array:
         """Taps: `router_scores` [B, T, E]; `experts`, `router_weights` [B, T, k]; and, before it
         is weighted, `expert_output` [B, T, k, latent]."""
         if self.sharding_group is not None:
@@ -806,7 +779,7 @@ class SparseMoE(nn.Module):
         scores = router_scores(self.gate, x)
         indices, weights = select_experts(scores, self.e_score_correction_bias, *self.routing)
         z = self.routed_expert_down_proj(x) if "routed_expert_down_proj" in self else x
-        outputs = self.switch_mlp(z, indices)
+        outputs = self.run_experts(z, indices)
         if tap is not None:
             tap("router_scores", scores)
             tap("experts", indices)
@@ -822,6 +795,28 @@ class SparseMoE(nn.Module):
             y = self.routed_expert_up_proj(y)
         return y if shared is None else y + shared
 
+    def run_experts(self, z: mx.array, indices: mx.array) -> mx.array:
+        """z [B, T, size], indices [B, T, top_k] → outputs [B, T, top_k, size]"""
+        top_k = indices.shape[-1]
+        rows = z.reshape(-1, 1, z.shape[-1])
+        if indices.size < SORT_THRESHOLD:
+            y = self.run_banks(rows, indices.reshape(-1, top_k), *row_indices(len(rows), top_k))
+        else:
+            order = mx.argsort(indices.flatten())
+            chosen = indices.flatten()[order]
+            y = self.run_banks(rows[order // top_k], chosen, ordered=True)[mx.argsort(order)]
+        return y.reshape(*indices.shape, -1)
+
+    def run_banks(self, rows, chosen, inputs=None, slots=None, ordered=False) -> mx.array:
+        """With a low bank, both compute every slot, and a slot keeps what its own bank says."""
+        if "switch_mlp_low" not in self:
+            return self.switch_mlp(rows, chosen, inputs, slots, ordered)
+        n = constant(self.n_first, dtype=np.uint32)
+        first, low = split_banks(chosen, n, ordered)
+        first = self.switch_mlp(rows, first, inputs, slots, ordered)
+        low = self.switch_mlp_low(rows, low, inputs, slots, ordered)
+        return join_banks(chosen[..., None, None], n, first, low)
+
     def all_sum(self, y, shared):
         """Adds the ranks' partial sums, in one exchange for both."""
         if shared is None:
@@ -832,10 +827,11 @@ class SparseMoE(nn.Module):
 
     def shard(self, group):
         self.sharding_group = group
-        for mlp in [self.switch_mlp] + [self.shared_experts] * ("shared_experts" in self):
-            shard_inplace(mlp.gate_proj, "all-to-sharded", group=group)
-            shard_inplace(mlp.up_proj, "all-to-sharded", group=group)
-            shard_inplace(mlp.down_proj, "sharded-to-all", group=group)
+        for name in ("switch_mlp", "switch_mlp_low", "shared_experts"):
+            if (mlp := self.get(name)) is not None:
+                shard_inplace(mlp.gate_proj, "all-to-sharded", group=group)
+                shard_inplace(mlp.up_proj, "all-to-sharded", group=group)
+                shard_inplace(mlp.down_proj, "sharded-to-all", group=group)
 
 
 # The model
@@ -846,10 +842,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.is_linear = args.is_kda(layer)
         self.self_attn = DeltaAttention(args) if self.is_linear else LatentAttention(args)
-        if args.is_moe(layer):
-            self.mlp = SparseMoE(args, args.experts_in(layer))
-        else:
-            self.mlp = MLP(args, args.intermediate_size)
+        moe, width = args.is_moe(layer), args.intermediate_size
+        self.mlp = SparseMoE(args, layer) if moe else MLP(args, width)
         hidden, eps = args.hidden_size, args.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
@@ -872,10 +866,10 @@ class DecoderLayer(nn.Module):
                 tap("block", prefix)
             prefix = y.astype(prefix.dtype)
         else:
-            prefix = add(prefix, y)
+            prefix = prefix + y.astype(prefix.dtype)
         x = self.mix(blocks, prefix, "mlp", self.post_attention_layernorm)
         y = self.mlp(x, tap) if "gate" in self.mlp else self.mlp(x)
-        prefix = add(prefix, y)
+        prefix = prefix + y.astype(prefix.dtype)
         if tap is not None:
             tap("hidden", prefix)
         return prefix
@@ -885,7 +879,7 @@ class DecoderLayer(nn.Module):
         return attn_res(blocks, prefix, *res, norm)
 
 
-class TextModel(nn.Module):
+class TextModel(PipelineMixin, nn.Module):
     def __init__(self, args: TextArgs):
         super().__init__()
         self.args = args
@@ -896,74 +890,55 @@ class TextModel(nn.Module):
         if args.attn_res_block_size is not None:
             self.output_attn_res_proj = nn.Linear(hidden, 1, bias=False)
             self.output_attn_res_norm = nn.RMSNorm(hidden, eps=eps)
-        self.start, self.end = 0, len(self.layers)
-        self.rank, self.ranks = 0, 1
 
-    @property
-    def local_layers(self) -> list[DecoderLayer]:
-        """The layers of this rank."""
-        return self.layers[self.start : self.end]
-
-    def __call__(
-        self, inputs: mx.array, cache: list[Any] | None = None, tap: Tap | None = None
-    ) -> mx.array:
-        h = self.embed_tokens(inputs)
+    def __call__(self, inputs: mx.array, cache=None, tap=None, input_embeddings=None) -> mx.array:
+        h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
         blocks = BlockStack(self.args.rms_norm_eps) if self.args.attn_res_block_size else None
-        if self.rank < self.ranks - 1:
+        if self.pipeline_rank < self.pipeline_size - 1:
             h = self.receive(h, blocks)
-        caches = cache or [None] * (self.end - self.start)
+        layers = self.pipeline_layers
+        caches = cache or [None] * len(layers)
         masks = self.make_masks(h, caches)
-        for i, layer in enumerate(self.local_layers):
-            layer_tap = partial(tap, self.start + i) if tap is not None else None
+        for i, layer in enumerate(layers):
+            layer_tap = partial(tap, self.start_idx + i) if tap is not None else None
             h = layer(h, blocks, masks[layer.is_linear], caches[i], layer_tap)
-        if self.rank > 0:
+        if self.pipeline_rank > 0:
             h = self.send(h, blocks, caches)
         else:
             res = (self.get("output_attn_res_proj"), self.get("output_attn_res_norm"))
             h = attn_res(blocks, h, *res, self.norm).astype(h.dtype)
-        if self.ranks > 1:
+        if self.pipeline_size > 1:
             h = mx.distributed.all_gather(h)[: h.shape[0]]
         return h
 
     def make_masks(self, h: mx.array, caches: list[Any]) -> dict[bool, mx.array | None]:
         """One mask for all KDA layers (key True) and one for all MLA layers (False)."""
         masks = {}
-        for layer, layer_cache in zip(self.local_layers, caches, strict=True):
+        for layer, layer_cache in zip(self.pipeline_layers, caches, strict=True):
             if layer.is_linear and True not in masks:
                 masks[True] = create_ssm_mask(h, layer_cache)
             elif not layer.is_linear and False not in masks:
                 masks[False] = create_attention_mask(h, layer_cache, return_array=True)
         return masks
 
-    def pipeline(self, group):
-        """Keeps this rank's layers: rank 0 takes the last ones, since it samples."""
-        self.rank, self.ranks = group.rank(), group.size()
-        base, extra = divmod(len(self.layers), self.ranks)
-        turn = self.ranks - self.rank - 1
-        self.start = turn * base + min(turn, extra)
-        self.end = self.start + base + (turn < extra)
-        self.layers = [None] * self.start + self.local_layers
-
     def receive(self, h: mx.array, blocks: BlockStack | None) -> mx.array:
         """The prefix from the rank with the layers before ours; the open blocks travel with it."""
-        if blocks is None:
-            return mx.distributed.recv_like(h, self.rank + 1)
-        n_blocks = -(-self.start // self.args.attn_res_block_size)
-        packed = mx.distributed.recv((n_blocks + 1, *h.shape), h.dtype, self.rank + 1)
+        n_blocks = 0 if blocks is None else -(-self.start_idx // self.args.attn_res_block_size)
+        packed = mx.distributed.recv((n_blocks + 1, *h.shape), h.dtype, self.pipeline_rank + 1)
         for block in range(n_blocks):
             blocks.push(packed[block])
         return packed[-1]
 
     def send(self, h: mx.array, blocks: BlockStack | None, caches: list[Any]) -> mx.array:
-        packed = h if blocks is None else mx.concatenate([blocks.raw, h[None]])
-        h = mx.distributed.send(packed, self.rank - 1)
+        packed = h[None] if blocks is None else mx.concatenate([blocks.raw, h[None]])
+        h = mx.distributed.send(packed, self.pipeline_rank - 1)
         # Nothing else of this rank depends on the message: evaluating its cache must send it.
         last = caches[-1]
-        if isinstance(last, ArraysCache):
-            last[0] = mx.depends(last[0], h)
-        elif last is not None:
+        if hasattr(last, "keys"):
             last.keys = mx.depends(last.keys, h)
-        return h if blocks is None else h[-1]
+        elif last is not None:
+            last[0] = mx.depends(last[0], h)
+        return h[-1]
 
 
 class LanguageModel(nn.Module):
@@ -973,26 +948,30 @@ class LanguageModel(nn.Module):
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
 
-    def __call__(
-        self, inputs: mx.array, cache: list[Any] | None = None, tap: Tap | None = None
-    ) -> mx.array:
-        h = self.model(inputs, cache, tap)
+    def __call__(self, inputs: mx.array, cache=None, tap=None, input_embeddings=None) -> mx.array:
+        h = self.model(inputs, cache, tap, input_embeddings)
         head = self.lm_head if "lm_head" in self else self.model.embed_tokens.as_linear
         return head(h.astype(working_dtype(h))).astype(h.dtype)
 
 
 class Model(nn.Module):
+    def __new__(cls, args=None):
+        """mlx-vlm brings a config of `kimi_k3_vl`, and gets the model that sees images."""
+        sees = hasattr(args, "vision_config")
+        return vision_package().Model(args) if sees else super().__new__(cls)
+
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
         self.model_type = args.model_type
         self.language_model = LanguageModel(args.text_config)
 
-    def __call__(
-        self, inputs: mx.array, cache: list[Any] | None = None, tap: Tap | None = None
-    ) -> mx.array:
-        """Logits [B, T, vocabulary] of token ids [B, T]; `tap` sees what the layers compute."""
-        return self.language_model(inputs, cache, tap)
+    def __call__(self, inputs: mx.array, cache=None, tap=None, input_embeddings=None) -> mx.array:
+        """Logits [B, T, vocabulary] of token ids [B, T], which embeddings [B, T, H] may replace.
+
+        `tap(layer, name, array)` sees what DecoderLayer and SparseMoE name in their docstrings.
+        """
+        return self.language_model(inputs, cache, tap, input_embeddings)
 
     @property
     def model(self) -> TextModel:
@@ -1000,7 +979,7 @@ class Model(nn.Module):
 
     @property
     def layers(self) -> list[DecoderLayer]:
-        return self.model.local_layers
+        return self.model.pipeline_layers
 
     def make_cache(self) -> list[Any]:
         return [ArraysCache(size=2) if layer.is_linear else KVCache() for layer in self.layers]
@@ -1029,6 +1008,27 @@ class Model(nn.Module):
         """For mlx_lm.convert -q: a precise router, and exact residual mixing."""
         router = {"group_size": 64, "bits": 8}
         return lambda path, _: router if path.endswith("mlp.gate") else "res_proj" not in path
+
+
+@cache
+def vision_package():
+    """`kimi_k3_vl` beside this file, else the installed one. A build's copy gets a name of its own,
+    for what is installed may be another version."""
+    folder = Path(__file__).with_name("kimi_k3_vl")
+    if __name__ == "kimi_k3" or not folder.is_dir():
+        return importlib.import_module("kimi_k3_vl")
+    name = f"kimi_k3_vl_{hash(folder) % 2**32:x}"
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def __getattr__(name: str):
+    """What mlx-vlm asks of a model file besides Model."""
+    if name in ("ModelConfig", "TextConfig", "VisionConfig"):
+        return getattr(vision_package(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Names of a source checkpoint or another port, and what stands for them in a build.

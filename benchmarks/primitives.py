@@ -12,6 +12,8 @@ head dimension 512 of K3's absorbed MLA.
 The count does not know the bytes moved, the copies that non-contiguous inputs cost, or that a large
 reduction and a concatenation are more than one launch.
 
+Our model is counted twice: as it is, and with some experts of every layer in a second bank.
+
     python -m benchmarks.primitives [--json] [--float32] [--layers N] [MODULE ...]
 """
 
@@ -26,7 +28,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
@@ -41,6 +43,9 @@ CodePath = Literal["cpu", "metal"]
 PATHS: tuple[CodePath, ...] = ("cpu", "metal")
 MODULES = ("mlx_lm.models.kimi_k3", "kimi_k3")
 K3_LAYERS = 93
+N_EXPERTS = 16
+N_LOW = 5
+"""The routed experts of a layer, and how many of them a graded build has in its low bank."""
 OPAQUE = "Depends"
 """The primitive that stands for a kernel: any inputs, any outputs, one node, never fused."""
 VIEWS = {
@@ -62,14 +67,15 @@ class Counts:
     module: str
     path: CodePath
     layers: int
+    n_low: int
     total: int
     views: int
     by_name: dict[str, int]
     opaque: dict[str, int]
 
 
-def model_config(layers: int = K3_LAYERS) -> dict[str, Any]:
-    """K3's layer layout with tiny sizes."""
+def model_config(layers: int = K3_LAYERS, n_low: int = 0) -> dict[str, Any]:
+    """K3's layer layout with tiny sizes, and `n_low` experts of every layer in the low bank."""
     full = [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers]
     kda = [i for i in range(1, layers + 1) if i not in full]
     text = {
@@ -92,7 +98,7 @@ def model_config(layers: int = K3_LAYERS) -> dict[str, Any]:
         "v_head_dim": 32,
         "mla_use_nope": True,
         "mla_use_output_gate": True,
-        "num_experts": 16,
+        "num_experts": N_EXPERTS,
         "num_experts_per_token": 4,
         "num_shared_experts": 2,
         "moe_intermediate_size": 32,
@@ -109,25 +115,31 @@ def model_config(layers: int = K3_LAYERS) -> dict[str, Any]:
             "use_full_rank_gate": True,
         },
     }
+    if n_low:
+        text["expert_counts"], text["low_expert_counts"] = [N_EXPERTS] * layers, [n_low] * layers
     return {"model_type": "kimi_k3", "text_config": text}
 
 
-def build_model(module: ModuleType, layers: int, float32_tensors: bool) -> nn.Module:
-    """A random bf16 model with MXFP4 experts, ready to run."""
-    model = module.Model(module.ModelArgs.from_dict(model_config(layers)))
+def expert_format(path: str, module: nn.Module) -> bool | dict[str, Any]:
+    """MXFP4 for experts, two bits for those of the low bank."""
+    if not hasattr(module, "to_quantized") or "switch_mlp" not in path:
+        return False
+    low = "switch_mlp_low" in path
+    return {"group_size": 32, "bits": 2 if low else 4, "mode": "affine" if low else "mxfp4"}
+
+
+def build_model(
+    module: ModuleType, layers: int, float32_tensors: bool, n_low: int = 0
+) -> nn.Module:
+    """A random bf16 model with quantized experts, ready to run."""
+    model = module.Model(module.ModelArgs.from_dict(model_config(layers, n_low)))
 
     def cast(path: str, x: mx.array) -> mx.array:
         wide = float32_tensors and path.endswith(FLOAT32_TENSORS)
         return x.astype(mx.float32 if wide else mx.bfloat16)
 
     model.update(tree_map_with_path(cast, model.parameters()))
-    nn.quantize(
-        model,
-        group_size=32,
-        bits=4,
-        mode="mxfp4",
-        class_predicate=lambda path, m: "switch_mlp" in path and hasattr(m, "to_quantized"),
-    )
+    nn.quantize(model, class_predicate=expert_format)
     model.eval()
     mx.eval(model)
     return model
@@ -203,6 +215,7 @@ def count_primitives(
     layers: int = K3_LAYERS,
     *,
     float32_tensors: bool = False,
+    n_low: int = 0,
 ) -> Counts:
     """Count one decode step of the module's model, with `mx.compile` on.
 
@@ -212,14 +225,14 @@ def count_primitives(
     metal = path == "metal"
     with opaque_kernels() if metal else nullcontext(Counter()) as calls:
         module = fresh_import(model_module) if metal else model_module
-        model = build_model(module, layers, float32_tensors)
+        model = build_model(module, layers, float32_tensors, n_low)
         nodes = step_nodes(model)
         # A compiled function calls Python once for all layers: only without it are calls nodes.
         with compile_mode(enabled=False):
             cache = warm_cache(model)
             calls.clear()
             decode_step(model, cache)
-    return summarize(model_module.__name__, path, layers, nodes, calls)
+    return summarize(Counts(model_module.__name__, path, layers, n_low, 0, 0, {}, {}), nodes, calls)
 
 
 def step_nodes(model: nn.Module) -> Counter[str]:
@@ -231,9 +244,7 @@ def step_nodes(model: nn.Module) -> Counter[str]:
         return graph_nodes(decode_step(model, cache))
 
 
-def summarize(
-    module: str, path: CodePath, layers: int, nodes: Counter[str], calls: Counter[str]
-) -> Counts:
+def summarize(of: Counts, nodes: Counter[str], calls: Counter[str]) -> Counts:
     """Separate views from work, and give the opaque nodes their names."""
     by_name = {k: n for k, n in nodes.most_common() if k not in VIEWS}
     if nodes[OPAQUE] != calls.total():
@@ -242,7 +253,8 @@ def summarize(
         by_name["(kernels)"] = by_name.pop(OPAQUE)
     total = sum(by_name.values())
     views = nodes.total() - total
-    return Counts(module, path, layers, total, views, by_name, dict(calls.most_common()))
+    kernels = dict(calls.most_common())
+    return replace(of, total=total, views=views, by_name=by_name, opaque=kernels)
 
 
 def table(counts: Sequence[Counts]) -> str:
@@ -250,7 +262,7 @@ def table(counts: Sequence[Counts]) -> str:
     names = Counter[str]()
     for c in counts:
         names.update(c.by_name)
-    heads = [f"{c.module.partition('.')[0]} {c.path}" for c in counts]
+    heads = [f"{c.module.partition('.')[0]} {c.path}{' banks' * bool(c.n_low)}" for c in counts]
     rows = [("all but views", [c.total for c in counts])]
     rows.append(("per layer", [round(c.total / c.layers, 1) for c in counts]))
     rows += [(name, [c.by_name.get(name, 0) for c in counts]) for name, _ in names.most_common()]
@@ -274,9 +286,10 @@ def main() -> None:
     modules = [importlib.import_module(name) for name in args.modules]
     paths = args.path or PATHS
     counts = [
-        count_primitives(m, path, args.layers, float32_tensors=args.float32)
+        count_primitives(m, path, args.layers, float32_tensors=args.float32, n_low=n_low)
         for path in paths
         for m in modules
+        for n_low in ((0, N_LOW) if m.__name__ == MODULES[1] else (0,))
     ]
     print(json.dumps([asdict(c) for c in counts], indent=1) if args.json else table(counts))
 

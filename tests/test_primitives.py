@@ -24,11 +24,15 @@ CEILING = 4200
 
 @functools.cache
 def counts(
-    name: str, path: CodePath, layers: int = primitives.K3_LAYERS, float32: bool = False
+    name: str,
+    path: CodePath,
+    layers: int = primitives.K3_LAYERS,
+    float32: bool = False,
+    n_low: int = 0,
 ) -> Counts:
     """Count once for all tests."""
     module = pytest.importorskip(name)
-    return count_primitives(module, path, layers, float32_tensors=float32)
+    return count_primitives(module, path, layers, float32_tensors=float32, n_low=n_low)
 
 
 def test_stock_on_the_metal_path() -> None:
@@ -47,6 +51,15 @@ def test_ours_on_the_metal_path(float32: bool) -> None:
     ours = counts(OURS, "metal", float32=float32)
     assert ours.total <= CEILING
     assert ours.by_name.get("Arange", 0) == 0, "gather_qmm makes indices that we can give it"
+
+
+def test_a_second_bank_costs_less_than_a_third_of_a_step() -> None:
+    """Three products, an activation, two index arrays from two reductions, and the choice."""
+    one, two = counts(OURS, "metal"), counts(OURS, "metal", n_low=primitives.N_LOW)
+    assert two.total <= 1.3 * one.total
+    assert two.total - one.total == 9 * 92
+    assert two.by_name["GatherQMM"] == 2 * one.by_name["GatherQMM"] == 2 * 3 * 92
+    assert two.by_name.get("Arange", 0) == 0
 
 
 def test_float32_tensors_cost_stock_casts_but_not_ours() -> None:
@@ -89,10 +102,18 @@ def test_the_graph_counts_instances_not_primitives(mlx_compile: None) -> None:
 
 def test_table_shows_every_count() -> None:
     stock, ours = (counts(name, "metal", 6) for name in (STOCK, OURS))
-    text = primitives.table([stock, ours])
+    text = primitives.table([stock, ours, counts(OURS, "metal", 6, n_low=primitives.N_LOW)])
     assert "mlx_lm metal" in text
+    assert "kimi_k3 metal banks" in text
     assert str(ours.total) in text
     assert "gated_delta_step_vec" in text
+
+
+def test_program_counts_our_model_with_two_banks_too() -> None:
+    command = [sys.executable, "-m", "benchmarks.primitives", "--json", "--layers", "4", OURS]
+    root = Path(primitives.__file__).parents[1]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert [row["n_low"] for row in json.loads(result.stdout)] == [0, primitives.N_LOW] * 2
 
 
 def test_program_prints_json_for_every_module_and_path() -> None:

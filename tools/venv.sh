@@ -1,10 +1,11 @@
 #!/bin/sh
-# Makes the development environment: sh tools/venv.sh VENV [PYTHON]
+# Makes the development environment: sh tools/venv.sh VENV [PYTHON [EXTRAS]]
 # With uv where it is installed, else with `python -m venv` and pip. An environment that exists is kept.
 set -eu
 
 venv=$1
 wanted=${2:-}
+extras=${3:-dev}
 oldest="3.11"
 
 new_enough() {
@@ -43,11 +44,11 @@ create() {
 
 install() {
     if command -v uv >/dev/null 2>&1; then
-        uv pip install --quiet --python "$venv/bin/python" --editable ".[dev]"
+        uv pip install --quiet --python "$venv/bin/python" --editable ".[$extras]"
         return
     fi
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[dev]"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[$extras]"
 }
 
 if [ ! -x "$venv/bin/python" ]; then

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from tests.house.checks import ROOT
 
+BEFORE = set(sys.modules)
 ROOT_FILES = sorted(path.name for path in ROOT.glob("kimi_k3*.py"))
 
 
@@ -38,6 +40,40 @@ def test_the_text_model_exports_what_mlx_lm_asks_for() -> None:
     assert module.Model.__module__ == "custom_model"
     assert hasattr(module.ModelArgs, "from_dict")
     assert {"sanitize", "make_cache", "layers"} <= set(dir(module.Model))
+
+
+def test_mlx_vlms_classes_come_from_the_package_beside_the_file(tmp_path: Path) -> None:
+    """A build's copy finds the build's package, not the installed one, and no other name."""
+    shutil.copy(ROOT / "kimi_k3.py", tmp_path)
+    package = tmp_path / "kimi_k3_vl"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .config import ModelConfig\n")
+    (package / "config.py").write_text("ModelConfig = 'of the build'\n")
+    module = run_as("custom_model", tmp_path / "kimi_k3.py")
+    assert module.ModelConfig == "of the build"
+    with pytest.raises(AttributeError, match="has no attribute 'VisionModel'"):
+        _ = module.VisionModel
+    assert not hasattr(module, "AudioConfig")
+    assert not {"kimi_k3_vl", "kimi_k3_vl.config"} & set(sys.modules) - BEFORE
+
+
+def test_a_config_with_vision_asks_the_package_for_its_model(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "kimi_k3.py", tmp_path)
+    (tmp_path / "kimi_k3_vl").mkdir()
+    (tmp_path / "kimi_k3_vl" / "__init__.py").write_text("Model = lambda config: (config,)\n")
+    module = run_as("custom_model", tmp_path / "kimi_k3.py")
+    config = SimpleNamespace(vision_config={})
+    assert module.Model(config) == (config,)
+
+
+def test_mlx_vlm_is_imported_only_when_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text needs mlx-lm alone; without mlx-vlm, its names fail with its own ImportError."""
+    for name in ["mlx_vlm", *(name for name in sys.modules if name.startswith("mlx_vlm."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    module = run_as("custom_model", ROOT / "kimi_k3.py")
+    assert module.TextArgs
+    with pytest.raises(ImportError, match="mlx_vlm"):
+        _ = module.TextConfig
 
 
 BAD_FILES = {

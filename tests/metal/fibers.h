@@ -193,19 +193,33 @@ static void report_deadlock() {
   report("deadlock: thread %u waits in %s (line %d)", first, a.waits_in, a.line);
 }
 
-static void run_threadgroup(bool reverse) {
-  prepare_threadgroup();
-  uint left = n_threads;
-  while (left) {
-    long before = progress;
-    for (uint k = 0; k < n_threads; ++k) {
-      current = reverse ? n_threads - 1 - k : k;
+// The threads that returned. A simdgroup runs as far as it can before the next one does, so that a
+// value which another simdgroup has yet to write is missed for sure.
+static uint run_simdgroup(uint first, bool reverse) {
+  uint rest = n_threads - first, n = rest < SIMD_WIDTH ? rest : SIMD_WIDTH, returned = 0;
+  for (long before = -1; progress != before;) {
+    before = progress;
+    for (uint k = 0; k < n; ++k) {
+      current = first + (reverse ? n - 1 - k : k);
       if (fibers[current].done) continue;
       resume(fibers[current]);
-      if (error[0]) return;
-      left -= fibers[current].done;
+      if (error[0]) return returned;
+      returned += fibers[current].done;
     }
-    if (left && progress == before) return report_deadlock();
+  }
+  return returned;
+}
+
+static void run_threadgroup(bool reverse) {
+  prepare_threadgroup();
+  uint n_simdgroups = (n_threads + SIMD_WIDTH - 1) / SIMD_WIDTH;
+  for (uint left = n_threads; left;) {
+    long before = progress;
+    for (uint k = 0; k < n_simdgroups; ++k) {
+      left -= run_simdgroup((reverse ? n_simdgroups - 1 - k : k) * SIMD_WIDTH, reverse);
+      if (error[0]) return;
+    }
+    if (progress == before) return report_deadlock();
   }
 }
 

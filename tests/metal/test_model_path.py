@@ -227,6 +227,20 @@ def test_model_on_both_paths() -> None:
     }
 
 
+def two_banks(module: ModuleType) -> nn.Module:
+    """Six layers of which all but the first have three experts in a second bank."""
+    counts = {"expert_counts": [16] * 6, "low_expert_counts": [0, *[3] * 5]}
+    return tiny_model(module, **counts)
+
+
+def test_two_banks_on_both_paths() -> None:
+    expected = run(two_banks(kimi_k3), PROMPT)
+    with emulated_metal() as emulation:
+        out = run(two_banks(fresh_import(kimi_k3)), PROMPT)
+    assert_paths_agree(out, expected)
+    assert emulation.launches["k3_router_scores"] == 5 * 5
+
+
 def test_decoding_one_sequence_copies_no_kernel_input() -> None:
     with emulated_metal() as emulation:
         model = tiny_model(fresh_import(kimi_k3))

@@ -10,6 +10,7 @@ import sys
 import mlx.core as mx
 
 from tests.model.golden import build, error, read_golden, widen
+from tests.model.graded import quantize_trunk, split_model
 
 
 def logits(model, ids: mx.array) -> mx.array:
@@ -23,9 +24,12 @@ def logits(model, ids: mx.array) -> mx.array:
 
 
 def compare(split: str, name: str, group: mx.distributed.Group) -> dict:
+    name, _, change = name.partition("/")
     golden = read_golden(name)
     weights = {k: widen(v) for k, v in golden.weights.items()}
-    model = build(golden.config, weights)
+    model = split_model(name, 0.5) if change == "banks" else build(golden.config, weights)
+    if change == "quantized":
+        quantize_trunk(model, {"group_size": 32, "bits": 6, "mode": "affine"})
     whole = logits(model, golden.vectors["input_ids"])
     if split == "pipeline":
         model.model.pipeline(group)
@@ -35,7 +39,7 @@ def compare(split: str, name: str, group: mx.distributed.Group) -> dict:
     return {
         "ranks": group.size(),
         "layers": len(model.layers),
-        "difference": mx.abs(found - whole).max().item(),
+        "difference": error(found, whole),
         "error": error(found, golden.vectors["logits_prefill"]),
     }
 

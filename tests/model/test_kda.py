@@ -102,11 +102,3 @@ def test_a_masked_token_changes_nothing():
 def test_one_step_equals_the_loop(decay):
     q, k, v, log_g, beta, state = arrays = inputs(1, decay, B=3)
     check(arrays, kimi_k3.kda_step(q, k, v, mx.exp(log_g), beta, state))
-
-
-@pytest.mark.parametrize("size", [4, 8, 16])
-def test_unit_lower_inverse(size):
-    n = np.tril(np.random.default_rng(0).standard_normal((3, size, size)), -1).astype(np.float32)
-    want = np.linalg.inv(np.eye(size) + n.astype(np.float64))
-    got = np.array(kimi_k3.unit_lower_inverse(mx.array(n)))
-    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()

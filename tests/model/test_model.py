@@ -1,5 +1,6 @@
 """Parity with stock mlx-lm, dtypes, per-layer expert counts, names, and what is refused."""
 
+import copy
 import json
 import math
 import shutil
@@ -19,25 +20,6 @@ from tests.model.golden import FOLDER, TEXT, build, error, float32_model, read_g
 def relative_rms(a: mx.array, b: mx.array) -> float:
     difference = a.astype(mx.float32) - b
     return (mx.sqrt(difference.square().mean()) / mx.sqrt(b.square().mean())).item()
-
-
-@pytest.fixture
-def gpu_path(monkeypatch):
-    """The branches and dtypes of the GPU, with every kernel replaced by its twin in operations.
-
-    tests/metal runs the kernels themselves.
-    """
-
-    def mix(blocks, prefix, res_norm, res_proj, norm):
-        return kimi_k3.attn_res_ops(blocks, prefix, res_norm, res_proj, norm, prefix.dtype)
-
-    def scores(x, weight):
-        return mx.sigmoid(x.astype(mx.float32) @ weight.astype(mx.float32).T)
-
-    monkeypatch.setattr(kimi_k3, "on_gpu", lambda: True)
-    monkeypatch.setattr(kimi_k3, "attn_res_metal", mix)
-    monkeypatch.setattr(kimi_k3, "router_scores_metal", scores)
-    monkeypatch.setattr(kimi_k3, "gated_delta_kernel", kimi_k3.gated_delta_ops)
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -262,6 +244,19 @@ def test_tied_embeddings_need_no_head():
     ids = golden.vectors["input_ids"]
     head = model.model.embed_tokens.weight
     assert error(model(ids), model.model(ids) @ head.T) < 1e-5
+
+
+def test_embeddings_in_the_place_of_ids():
+    """mlx-lm and mlx-vlm hand them over for prompts that are more than text."""
+    model, ids = float32_model("text_a"), read_golden("text_a").vectors["input_ids"]
+    embeddings = model.model.embed_tokens(ids)
+    assert mx.array_equal(model(ids * 0, input_embeddings=embeddings), model(ids))
+
+
+def test_a_model_can_be_copied():
+    """Python copies through __new__, without arguments."""
+    model, ids = float32_model("text_a"), read_golden("text_a").vectors["input_ids"]
+    assert mx.array_equal(copy.deepcopy(model)(ids), model(ids))
 
 
 def test_predicates():
