@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,32 @@ from kimi_k3_mlx.schema import DTYPE_BYTES, TensorInfo
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 METADATA = "__metadata__"
+INTEGER = {int}
+
+
+Shape = tuple[int, ...]
+Entry = tuple[str, str, Shape, int, int]
+"""The fields of a `TensorInfo`, without its cost: there are half a million."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header: tensors in file order, `n_bytes` up to the data section, the raw JSON."""
+    """A checked header: entries in file order, `n_bytes` up to the data section, the raw JSON."""
 
-    tensors: tuple[TensorInfo, ...]
+    entries: tuple[Entry, ...]
     metadata: dict[str, str]
     n_bytes: int
     raw: bytes = field(repr=False)
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """The entries with names."""
+        return tuple(TensorInfo(*entry) for entry in self.entries)
+
+    @property
+    def n_data(self) -> int:
+        """Bytes of the data section."""
+        return self.entries[-1][-1] if self.entries else 0
 
 
 def read_header(path: Path) -> Header:
@@ -37,22 +55,25 @@ def read_header(path: Path) -> Header:
     n_file = path.stat().st_size
     with path.open("rb") as file:
         length = file.read(LENGTH_BYTES)
-        n_header = header_length(length, path.name)
-        if LENGTH_BYTES + n_header > n_file:
-            raise _truncated(path.name, LENGTH_BYTES + n_header, n_file, " in its header")
+        n_header = header_length(length, n_file, path.name)
         header = parse_header(file.read(n_header), path.name)
-    n_expected = header.n_bytes + (header.tensors[-1].end if header.tensors else 0)
-    if n_file < n_expected:
-        raise _truncated(path.name, n_expected, n_file)
-    if n_file > n_expected:
-        raise CheckpointError(
-            f"{path.name} has {n_file - n_expected:,} bytes after its last tensor "
-            f"({n_expected:,} bytes expected, {n_file:,} found)."
-        )
+    check_size(header, n_file, path.name)
     return header
 
 
-def header_length(length: bytes, where: str) -> int:
+def check_size(header: Header, n_file: int, where: str) -> None:
+    """Raise CheckpointError unless a file has the bytes that its header says."""
+    n_expected = header.n_bytes + header.n_data
+    if n_file < n_expected:
+        raise _truncated(where, n_expected, n_file)
+    if n_file > n_expected:
+        raise CheckpointError(
+            f"{where} has {n_file - n_expected:,} bytes after its last tensor "
+            f"({n_expected:,} bytes expected, {n_file:,} found)."
+        )
+
+
+def header_length(length: bytes, n_file: int, where: str) -> int:
     """Length of the JSON, from the file's first 8 bytes."""
     if len(length) < LENGTH_BYTES:
         raise CheckpointError(
@@ -65,28 +86,29 @@ def header_length(length: bytes, where: str) -> int:
             f"{where} announces a header of {n_header:,} bytes, more than {MAX_HEADER_BYTES:,}: "
             "it is not a safetensors file."
         )
+    if LENGTH_BYTES + n_header > n_file:
+        raise _truncated(where, LENGTH_BYTES + n_header, n_file, " in its header")
     return n_header
 
 
 def parse_header(raw: bytes, where: str) -> Header:
     """Check the JSON of a header, without the 8 length bytes; `where` names the file in errors."""
     try:
-        entries = json.loads(raw)
+        values = json.loads(raw)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{where} has a header that is not JSON: {error}.") from error
-    if not isinstance(entries, dict):
+    if not isinstance(values, dict):
         raise CheckpointError(f"{where} has a header that is not a JSON object.")
-    metadata = entries.pop(METADATA, None)
+    metadata = values.pop(METADATA, None)
     if metadata is None:  # MLX writes null
         metadata = {}
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{where} has a {METADATA} that is not a JSON object.")
-    tensors = sorted(
-        (_tensor(name, entry, where) for name, entry in entries.items()),
-        key=lambda tensor: (tensor.begin, tensor.end),
-    )
-    _check_contiguous(tensors, where)
-    return Header(tuple(tensors), metadata, LENGTH_BYTES + len(raw), raw)
+    shapes: dict[Shape, Shape] = {}
+    entries = [_entry(name, value, where, shapes) for name, value in values.items()]
+    entries.sort(key=itemgetter(3, 4))
+    _check_contiguous(entries, where)
+    return Header(tuple(entries), metadata, LENGTH_BYTES + len(raw), raw)
 
 
 def encode_header(
@@ -105,15 +127,16 @@ def encode_header(
     return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
 
 
-def _tensor(name: str, entry: Any, where: str) -> TensorInfo:
+def _entry(name: str, value: Any, where: str, shapes: dict[Shape, Shape]) -> Entry:
+    """A checked entry; equal shapes become one object."""
     try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"tensor {name} has no dtype, shape and offsets in {where}."
         ) from error
     numbers = (*shape, begin, end)
-    if set(map(type, numbers)) != {int} or min(numbers) < 0:
+    if set(map(type, numbers)) != INTEGER or min(numbers) < 0:
         raise CheckpointError(
             f"tensor {name} has a shape or offset that is not a whole number in {where}."
         )
@@ -125,23 +148,22 @@ def _tensor(name: str, entry: Any, where: str) -> TensorInfo:
             f"tensor {name}: offsets {begin}:{end} hold {end - begin} bytes in {where}, "
             f"but {dtype} {list(shape)} takes {n_bytes}."
         )
-    return TensorInfo(name, dtype, shape, begin, end)
+    return name, sys.intern(dtype), shapes.setdefault(shape, shape), begin, end
 
 
-def _check_contiguous(tensors: list[TensorInfo], where: str) -> None:
-    position, previous = 0, "the start"
-    for tensor in tensors:
-        if tensor.begin < position:
+def _check_contiguous(entries: list[Entry], where: str) -> None:
+    position, previous = 0, ""
+    for name, _, _, begin, end in entries:
+        if begin != position:
+            before = f"tensor {previous}" if previous else "the start"
+            if begin < position:
+                raise CheckpointError(
+                    f"tensor {name} overlaps {before} by {position - begin} bytes in {where}."
+                )
             raise CheckpointError(
-                f"tensor {tensor.name} overlaps {previous} by "
-                f"{position - tensor.begin} bytes in {where}."
+                f"{where} has a gap of {begin - position} bytes between {before} and tensor {name}."
             )
-        if tensor.begin > position:
-            raise CheckpointError(
-                f"{where} has a gap of {tensor.begin - position} bytes "
-                f"between {previous} and tensor {tensor.name}."
-            )
-        position, previous = tensor.end, f"tensor {tensor.name}"
+        position, previous = end, name
 
 
 def _truncated(name: str, n_expected: int, n_found: int, place: str = "") -> CheckpointError:

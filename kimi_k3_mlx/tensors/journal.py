@@ -1,8 +1,8 @@
 """The journal of a build under way: who it is, and which shards are finished. One JSON a line.
 
 The first line is the build's identity (hashes of plan, profile and source) and lists the files that
-it will have; each later line records a shard, or takes a record back. A last line that a crash tore
-is dropped.
+it will have; each later line records a shard, how much of a partial one is safe, or takes a record
+back. A last line that a crash tore is dropped.
 """
 
 from __future__ import annotations
@@ -18,20 +18,32 @@ JOURNAL = "kimi_k3_mlx.journal.jsonl"
 
 
 class Journal:
-    """An open journal; `identity` and `records` mirror the file."""
+    """An open journal; `identity`, `records` and `partial` mirror the file."""
 
     def __init__(
-        self, path: Path, identity: Json, records: dict[str, ShardRecord], n_bytes: int
+        self,
+        path: Path,
+        identity: Json,
+        records: dict[str, ShardRecord],
+        n_bytes: int,
+        partial: ShardRecord | None = None,
     ) -> None:
         self.path = path
         self.identity = identity
         self.records = records
+        self.partial = partial
+        """The shard under way, as far as it is on the disk."""
         self._n_bytes = n_bytes
 
     def record(self, shard: ShardRecord) -> None:
         """Note a shard whose bytes are on the disk."""
         self._append(shard.to_json())
         self.records[shard.name] = shard
+
+    def checkpoint(self, shard: ShardRecord) -> None:
+        """Note how many bytes of a shard's partial file are on the disk, without gaps."""
+        self._append({"partial": shard.to_json()})
+        self.partial = shard
 
     def forget(self, name: str) -> None:
         """Take a shard's record back before its bytes are written again."""
@@ -78,18 +90,21 @@ def read_journal(folder: Path) -> Journal | None:
     whole = content[: content.rfind(b"\n") + 1]
     identity: Json | None = None
     records: dict[str, ShardRecord] = {}
+    partial: ShardRecord | None = None
     for number, line in enumerate(whole.splitlines(), 1):
         value = _line(path, number, line)
         if identity is None:
             identity = value
         elif "forget" in value:
             records.pop(value["forget"], None)
+        elif "partial" in value:
+            partial = _record(path, number, value["partial"])
         else:
             shard = _record(path, number, value)
             records[shard.name] = shard
     if identity is None:
         raise _damaged(path, 1)
-    return Journal(path, identity, records, len(whole))
+    return Journal(path, identity, records, len(whole), partial)
 
 
 def _line(path: Path, number: int, line: bytes) -> Json:
@@ -105,7 +120,7 @@ def _line(path: Path, number: int, line: bytes) -> Json:
 def _record(path: Path, number: int, value: Json) -> ShardRecord:
     try:
         return ShardRecord.from_json(value)
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise _damaged(path, number) from error
 
 

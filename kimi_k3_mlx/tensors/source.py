@@ -1,39 +1,51 @@
-"""A checkpoint folder, opened by its headers: config, index and every shard's header, all checked.
+"""A checkpoint opened by its headers, wherever it lies: config, index and headers, all checked.
 
-Input: a folder. Output: `Source`, which knows every tensor's dtype, shape and place, and hands out
-byte ranges. Opening reads no tensor byte. Builds have the same form and open the same way.
+Input: the JSON and headers of a folder (`local`) or a repository (`hub`). Output: `Source`, which
+knows each tensor's dtype, shape and place, and hands out byte ranges. Opening reads no tensor byte.
 """
 
 from __future__ import annotations
 
-import fcntl
+import gc
 import hashlib
 import json
 import os
 import re
-import sys
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from types import TracebackType
+from typing import NamedTuple, Self
 
-from kimi_k3_mlx.errors import CheckpointError, UsageError
+from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.schema import Json, SourceId, Span, TensorInfo, canonical
-from kimi_k3_mlx.tensors.header import Header, read_header
+from kimi_k3_mlx.tensors.header import Header
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "kimi_k3_mlx.json"
 DOWNLOAD = "re-download it: kimi-k3 download"
-BUFFER_BYTES = 1 << 20  # bigger buffers and more readers were slower on the disks measured
+
+
+class Contents(NamedTuple):
+    """What config, index and headers say, once they agree."""
+
+    id: SourceId
+    config: Json
+    shards: dict[str, int]
+    weight_map: dict[str, str]
+    tensors: dict[str, TensorInfo]
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(ABC):
     """An opened checkpoint; `tensors` hold byte ranges from the start of their shard's file."""
 
-    path: Path
+    where: str
+    """The folder, or the repository and its commit."""
     id: SourceId
     config: Json = field(repr=False)
     shards: dict[str, int] = field(repr=False)
@@ -42,142 +54,111 @@ class Source:
     """Shard name per tensor name."""
     tensors: dict[str, TensorInfo] = field(repr=False)
 
-    @property
+    @cached_property
     def total_size(self) -> int:
         """Tensor bytes of the checkpoint."""
         return sum(tensor.n_bytes for tensor in self.tensors.values())
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The checkpoint's own name, without where it lies."""
+
+    @abstractmethod
     def reader(self) -> Reader:
         """A context manager that reads tensor bytes."""
-        return Reader(self)
 
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Names of the files beside each other at the top, sorted."""
+
+    @abstractmethod
+    def read_file(self, name: str) -> bytes:
+        """A small file's content; raises OSError or HubError."""
+
+    @abstractmethod
     def state(self) -> str:
-        """Hash of all shards' sizes and modification times: has a file changed since?"""
-        stats = {name: (self.path / name).stat() for name in self.shards}
-        times = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-        return hashlib.sha256(canonical(times)).hexdigest()
+        """Hash of what changes when a shard is replaced without its header changing."""
 
 
-class Reader:
-    """Reads ranges of tensors through one reused buffer; keeps shards open until exit."""
+class Reader(ABC):
+    """Reads tensor bytes inside a `with`; call `blocks` once at a time."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._files: dict[str, int] = {}
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         return self
 
+    @abstractmethod
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        """Let go of files and connections."""
 
-    def blocks(self, span: Span) -> Iterator[memoryview]:
-        """The span's bytes in blocks of 1 MiB, the last one shorter.
+    @abstractmethod
+    def blocks(self, spans: Iterable[Span]) -> Iterator[memoryview]:
+        """The spans' bytes in order; a block never crosses from one span into the next.
 
-        A block is valid until the next one is asked for.
+        A block stays valid while the next one is read, and no longer. Raises CheckpointError for
+        a file that is shorter than its header says, HubError when the Hub fails for good.
         """
-        shard = self._source.weight_map[span.tensor]
-        file = self._files.get(shard)
-        if file is None:
-            file = self._files[shard] = open_uncached(self._source.path / shard)
-        start = self._source.tensors[span.tensor].begin
-        position, end = start + span.begin, start + span.end
-        while position < end:
-            block = self._buffer[: end - position]
-            if (n_read := fill(file, block, position)) < len(block):
-                raise CheckpointError(
-                    f"{shard} became shorter while it was read: tensor {span.tensor} "
-                    f"ends at byte {end:,}, the file at {position + n_read:,}.",
-                    _hint(self._source.path, download_hint(shard)),
-                )
-            yield block
-            position += n_read
 
-    def read(self, name: str) -> bytes:
-        """All bytes of one tensor."""
-        span = Span(name, 0, self._source.tensors[name].n_bytes)
-        return b"".join(bytes(block) for block in self.blocks(span))
+    def read(self, span: Span) -> bytes:
+        """All bytes of one span."""
+        return b"".join(bytes(block) for block in self.blocks([span]))
 
 
-def fill(file: int, block: memoryview, position: int) -> int:
-    """Read into the whole block; return its length, or less where the file ends."""
-    n_done = 0
-    while n_done < len(block):
-        n_read = os.preadv(file, [block[n_done:]], position + n_done)
-        if n_read == 0:
-            break
-        n_done += n_read
-    return n_done
+def assemble(
+    config: Json, index: Json, header_of: Callable[[str], tuple[Header, int]], commit: str | None
+) -> Contents:
+    """Check that index and headers agree; `header_of` gives a shard's header and file bytes.
 
-
-def open_uncached(path: Path) -> int:
-    """Open a file for reading; on macOS without filling the page cache, which holds the model."""
-    file = os.open(path, os.O_RDONLY)
-    if sys.platform == "darwin":
-        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
-    return file
-
-
-def open_source(path: Path) -> Source:
-    """Open a checkpoint folder and check everything that headers tell.
-
-    Raises CheckpointError for a missing or truncated shard, a tensor that index and shard disagree
-    about, or a wrong total_size; UsageError when the folder doesn't exist.
+    Raises CheckpointError for a tensor that index and shard disagree about, or a wrong total_size.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise UsageError(f"{path} is not a folder.", "give the folder that holds config.json.")
+    with paused_collector():
+        return _assemble(config, index, header_of, commit)
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Without the search for cycles, which takes longer than making half a million tuples."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return _open(path)
-    except CheckpointError as error:
-        error.hint = _hint(path, error.hint)
-        raise
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def _open(path: Path) -> Source:
-    config = read_json(path / CONFIG)
-    index = read_json(path / INDEX)
-    weight_map = _weight_map(index)
+def _assemble(
+    config: Json, index: Json, header_of: Callable[[str], tuple[Header, int]], commit: str | None
+) -> Contents:
+    weight_map = checked_weight_map(index)
     expected = _names_by_shard(weight_map)
-    _check_shards_exist(path, sorted(expected))
     tensors: dict[str, TensorInfo] = {}
     shards: dict[str, int] = {}
+    total_size = 0
     digest = hashlib.sha256(canonical(config))
     for shard in sorted(expected):
-        header = _header(path, shard)
-        _check_names(shard, header, expected.pop(shard))
-        tensors |= _placed(header)
-        shards[shard] = (path / shard).stat().st_size
-        digest.update(canonical([shard, shards[shard]]) + header.raw)
-    identity = SourceId(_commit(path), digest.hexdigest())
-    source = Source(path, identity, config, shards, weight_map, tensors)
-    _check_total_size(index, source.total_size)
-    return source
+        header, shards[shard] = header_of(shard)
+        _place(shard, header, expected.pop(shard), tensors)
+        total_size += header.n_data
+        digest.update(canonical([shard, shards[shard]]))
+        digest.update(header.raw)
+    _check_total_size(index, total_size)
+    return Contents(SourceId(commit, digest.hexdigest()), config, shards, weight_map, tensors)
 
 
-def read_json(path: Path, hint: str = "") -> Json:
-    """Read a JSON object; raise CheckpointError when it is missing or damaged."""
+def parse_json(content: bytes, where: str, hint: str) -> Json:
+    """A JSON object; raise CheckpointError when it is damaged."""
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path.name} is missing in {path.parent}.",
-            "give the folder of a whole checkpoint; an unfinished build has no config.json yet.",
-        ) from error
+        value = json.loads(content)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{path} is not JSON: {error}.", hint or download_hint(path.name)
-        ) from error
+        raise CheckpointError(f"{where} is not JSON: {error}.", hint) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object.", hint or download_hint(path.name))
+        raise CheckpointError(f"{where} is not a JSON object.", hint)
     return value
 
 
@@ -188,73 +169,50 @@ def download_hint(name: str) -> str:
     return f"{DOWNLOAD} --include {pattern}"
 
 
-def _hint(path: Path, hint: str) -> str:
-    """What a build of ours lacks is not on the Hub: it is converted again."""
-    if hint.startswith(DOWNLOAD) and (path / MANIFEST).is_file():
-        return "run the kimi-k3 convert that made it again, with --overwrite."
-    return hint
+def checked_weight_map(index: Json) -> dict[str, str]:
+    """Shard per tensor, equal names being one object from now on, for there are half a million.
 
-
-def _weight_map(index: Json) -> dict[str, str]:
-    weight_map = index.pop("weight_map", None)
+    Raises CheckpointError when the index has none, or what it names are no file names.
+    """
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX} has no weight_map.", download_hint(INDEX))
-    shards = {str(shard): tensor for tensor, shard in weight_map.items()}
-    for shard, tensor in shards.items():
-        if os.path.basename(shard) != shard or shard != weight_map[tensor]:
+    shards: dict[str, str] = {}
+    for tensor, shard in weight_map.items():
+        is_name = isinstance(shard, str) and (shard in shards or os.path.basename(shard) == shard)
+        if not is_name:
             raise CheckpointError(
                 f"{INDEX} puts tensor {tensor} into {shard!r}, which is no file name.",
                 download_hint(INDEX),
             )
-    # Half a million names and shard names are kept once, not once a place.
-    return {sys.intern(tensor): sys.intern(shard) for tensor, shard in weight_map.items()}
+        weight_map[tensor] = shards.setdefault(shard, shard)
+    return weight_map
 
 
-def _names_by_shard(weight_map: dict[str, str]) -> dict[str, set[str]]:
-    names: dict[str, set[str]] = defaultdict(set)
+def _names_by_shard(weight_map: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The very names of the index, by shard and name, so that headers need not add their own."""
+    names: dict[str, dict[str, str]] = defaultdict(dict)
     for tensor, shard in weight_map.items():
-        names[shard].add(tensor)
+        names[shard][tensor] = tensor
     return names
 
 
-def _check_shards_exist(path: Path, names: list[str]) -> None:
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
-        count = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise CheckpointError(
-            f"shard {missing[0]}{count} is named by {INDEX} but missing in {path}.",
-            download_hint(missing[0]),
-        )
-
-
-def _placed(header: Header) -> dict[str, TensorInfo]:
-    """A shard's tensors by name, with ranges from the start of the file."""
-    placed = {}
-    for tensor in header.tensors:
-        name = sys.intern(tensor.name)
-        begin, end = header.n_bytes + tensor.begin, header.n_bytes + tensor.end
-        placed[name] = TensorInfo(name, tensor.dtype, tensor.shape, begin, end)
-    return placed
-
-
-def _header(path: Path, name: str) -> Header:
-    try:
-        return read_header(path / name)
-    except CheckpointError as error:
-        error.hint = download_hint(name)
-        raise
-
-
-def _check_names(shard: str, header: Header, expected: set[str]) -> None:
-    present = {tensor.name for tensor in header.tensors}
-    for name in sorted(expected - present):
+def _place(
+    shard: str, header: Header, names: dict[str, str], tensors: dict[str, TensorInfo]
+) -> None:
+    """Add a shard's tensors, with ranges from the start of the file; `names` lose theirs."""
+    start = header.n_bytes
+    for name, dtype, shape, begin, end in header.entries:
+        own = names.pop(name, None)
+        if own is None:
+            raise CheckpointError(
+                f"tensor {name} is in {shard} but {INDEX} does not place it there.",
+                download_hint(INDEX),
+            )
+        tensors[own] = TensorInfo(own, dtype, shape, start + begin, start + end)
+    for name in sorted(names):
         raise CheckpointError(
             f"tensor {name} is named by {INDEX} but absent from {shard}.", download_hint(shard)
-        )
-    for name in sorted(present - expected):
-        raise CheckpointError(
-            f"tensor {name} is in {shard} but {INDEX} does not place it there.",
-            download_hint(INDEX),
         )
 
 
@@ -275,12 +233,3 @@ def _check_total_size(index: Json, total_size: int) -> None:
             f"{INDEX} states a total_size of {stated:,} bytes, the tensors have {total_size:,}.",
             download_hint(INDEX),
         )
-
-
-def _commit(path: Path) -> str | None:
-    """The Hub commit of a cache snapshot or of a `--local-dir` download."""
-    if path.resolve().parent.name == "snapshots":
-        return path.resolve().name
-    note = path / ".cache" / "huggingface" / "download" / f"{CONFIG}.metadata"
-    lines = note.read_text("utf-8").splitlines() if note.is_file() else []
-    return lines[0] if lines else None

@@ -1,6 +1,6 @@
 """Files that are either whole or absent: written under another name, synced, renamed, synced.
 
-Input: a header and blocks of bytes in order. Output: a shard and its SHA-256. A shard that is not
+Input: a header and blocks with their offsets. Output: a shard and its SHA-256. A shard that is not
 finished is called `*.partial`, which no loader's glob matches.
 """
 
@@ -10,29 +10,52 @@ import fcntl
 import hashlib
 import os
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
+from kimi_k3_mlx.errors import CheckpointError
+
 PARTIAL = ".partial"
+FLUSH_BYTES = 8 << 20
 
 
 class ShardWriter:
-    """Writes a shard to `path` + `.partial`; an exception inside the context removes that file."""
+    """Writes a shard to `path` + `.partial`, hashing in a thread what comes in file order.
 
-    def __init__(self, path: Path, header: bytes) -> None:
+    With `n_kept`, continues the partial file after that many bytes, which are hashed again. An
+    exception inside the context removes the file, unless it was continued or has a checkpoint.
+    """
+
+    def __init__(self, path: Path, header: bytes, n_kept: int = 0) -> None:
         self.path = path
-        self.n_bytes = 0
         self._header = header
-        self._digest = hashlib.sha256()
+        self._n_kept = n_kept
+        self._has_checkpoint = n_kept > 0
         self._file = -1
+        self._n_bytes = 0
+        self._n_flushed = 0
+        self._in_order = True
+        self._digest = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, "sha256")
+        self._hashing: Future[None] | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes written so far, the header and the kept ones included."""
+        return self._n_bytes
 
     def __enter__(self) -> ShardWriter:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        flags = os.O_RDWR if self._n_kept else os.O_RDWR | os.O_CREAT | os.O_TRUNC
         self._file = os.open(partial_path(self.path), flags, 0o644)
         try:
-            self.write(self._header)
+            if self._n_kept:
+                self._keep()
+            else:
+                self._digest.update(self._header)
+                self._write(0, memoryview(self._header))
         except BaseException:
-            self._drop()
+            self._close(failed=True)
             raise
         return self
 
@@ -42,32 +65,83 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._drop()
-        elif self._file >= 0:
-            os.close(self._file)
+        self._close(failed=kind is not None)
 
-    def write(self, block: bytes | memoryview) -> None:
-        """Append a block."""
-        rest = memoryview(block)
-        self._digest.update(rest)
-        while rest:
-            n_written = os.pwrite(self._file, rest, self.n_bytes)
-            self.n_bytes += n_written
-            rest = rest[n_written:]
+    def write_at(self, offset: int, block: bytes | memoryview) -> None:
+        """Write a block at a file offset; it must stay as it is until the next call returns."""
+        self.settle()
+        view = memoryview(block)
+        if offset != self._n_bytes:
+            self._in_order = False
+        if self._in_order:
+            self._hashing = self._thread.submit(self._hash, view, offset)
+        self._write(offset, view)
+
+    def checkpoint(self) -> int:
+        """Bring the bytes to the disk; return how many of them can be kept by another writer.
+
+        None can once a block has come out of order.
+        """
+        self.settle()
+        sync(self._file)
+        self._has_checkpoint = True
+        return self._n_bytes if self._in_order else 0
 
     def finish(self) -> str:
         """Bring the bytes to the disk; return their SHA-256. The file keeps its partial name."""
+        self.settle()
+        if not self._in_order:
+            self._digest = self._hash_file()
         sync(self._file)
         os.close(self._file)
         self._file = -1
         return self._digest.hexdigest()
 
-    def _drop(self) -> None:
+    def _keep(self) -> None:
+        """Continue an earlier file: check it, cut it, hash it."""
+        name, n_found = partial_path(self.path).name, os.fstat(self._file).st_size
+        if n_found < self._n_kept:
+            raise CheckpointError(
+                f"{name} became shorter: {self._n_kept:,} bytes expected, {n_found:,} found."
+            )
+        if os.pread(self._file, min(len(self._header), self._n_kept), 0) != self._header:
+            raise CheckpointError(f"{name} begins with another header than this build's.")
+        os.ftruncate(self._file, self._n_kept)
+        self._digest = self._hash_file()
+        self._n_bytes = self._n_flushed = self._n_kept
+
+    def _write(self, offset: int, block: memoryview) -> None:
+        while block:
+            n_written = os.pwrite(self._file, block, offset)
+            self._n_bytes += n_written
+            offset += n_written
+            block = block[n_written:]
+
+    def settle(self) -> None:
+        """Wait for the block that is being hashed; its errors surface here."""
+        if self._hashing is not None:
+            self._hashing.result()
+            self._hashing = None
+
+    def _hash(self, block: memoryview, offset: int) -> None:
+        """In the thread, while the block is being written. All before it is written already."""
+        self._digest.update(block)
+        if offset - self._n_flushed >= FLUSH_BYTES:
+            start_flush(self._file, self._n_flushed, offset)
+            self._n_flushed = offset
+
+    def _hash_file(self) -> hashlib._Hash:
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256")
+
+    def _close(self, *, failed: bool) -> None:
+        self._thread.shutdown()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        partial_path(self.path).unlink(missing_ok=True)
+        if failed and not self._has_checkpoint:
+            partial_path(self.path).unlink(missing_ok=True)
 
 
 def partial_path(path: Path) -> Path:
@@ -87,6 +161,12 @@ def write_file(path: Path, content: bytes) -> str:
         sha256 = writer.finish()
     publish(path)
     return sha256
+
+
+def start_flush(file: int, begin: int, end: int) -> None:
+    """Have Linux write a range now and not keep it, so that the last sync has little to do."""
+    if sys.platform == "linux":
+        os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def sync(file: int) -> None:

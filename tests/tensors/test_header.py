@@ -38,7 +38,7 @@ def test_a_good_file(tmp_path: Path) -> None:
         TensorInfo("a", "U8", (2, 3), 0, 6),
         TensorInfo("b", "F32", (2,), 6, 14),
     )
-    assert (header.metadata, header.n_bytes) == ({"format": "pt"}, 8 + len(raw))
+    assert (header.metadata, header.n_bytes, header.n_data) == ({"format": "pt"}, 8 + len(raw), 14)
 
 
 DEFECTS: list[tuple[bytes, str]] = [
@@ -64,6 +64,17 @@ DEFECTS: list[tuple[bytes, str]] = [
 def test_each_defect_of_the_json_has_its_sentence(raw: bytes, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parse_header(raw, "x")
+
+
+def test_a_header_may_be_empty() -> None:
+    header = parse_header(b"{}", "x")
+    assert (header.tensors, header.n_data) == ((), 0)
+
+
+def test_equal_shapes_are_one_object() -> None:
+    third = {"c": {"dtype": "I8", "shape": [2, 3], "data_offsets": [14, 20]}}
+    a, _, c = parse_header(json.dumps(GOOD | third).encode(), "x").tensors
+    assert a.shape is c.shape
 
 
 def test_metadata_may_be_null() -> None:
