@@ -32,7 +32,7 @@ from benchmarks.primitives import count_primitives
 from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
-from kimi_k3_mlx.tensors.source import open_source
+from kimi_k3_mlx.tensors.local import open_source
 
 TINY_K3 = Path(__file__).parents[1] / "kimi_k3_mlx" / "assets" / "tiny-k3"
 PREFILLS = (256, 1024, 4096)

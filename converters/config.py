@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_k3_mlx.errors import CheckpointError
-from kimi_k3_mlx.schema import Json
+from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan
+from kimi_k3_mlx.schema import Json, Quantization
 
 GROUP = 32
 PACKED_FORMAT = "mxfp4-pack-quantized"
-QUANTIZATION = {"group_size": GROUP, "bits": 4, "mode": "mxfp4"}
 QUANTIZED = "quantization_config"
+MODEL_FILE = "kimi_k3.py"
 ORIGINAL = "convert the original moonshotai/Kimi-K3; other packed formats are not read."
 HINT = "use the config.json of moonshotai/Kimi-K3, or of a checkpoint pruned from it."
 
@@ -260,13 +261,45 @@ def _formats(block: _Fields) -> Iterator[tuple[str, object]]:
             yield f"config_groups.{name}.format", value
 
 
-def build_config(config: Json) -> Json:
-    """A build's config.json: the source's, with MLX's quantization block.
+def build_config(
+    config: Json,
+    dims: Dims,
+    experts: Quantization,
+    modules: dict[str, Quantization],
+    prune: PrunePlan | None,
+) -> Json:
+    """A build's config.json: the source's, with MLX's quantization block and the expert counts.
 
-    `auto_map` and `model_file` go because they name code that a build doesn't carry.
+    `modules` are the quantized ones; those unlike `experts` get an entry of their own. `auto_map`
+    goes because it names code that a build doesn't carry.
     """
     result = copy.deepcopy(config)
     for holder in (result, result["text_config"]):
         for field in (QUANTIZED, "auto_map", "model_file"):
             holder.pop(field, None)
-    return result | {"quantization": dict(QUANTIZATION)}
+    others = {path: value.to_json() for path, value in modules.items() if value != experts}
+    result["quantization"] = experts.to_json() | others
+    if prune:
+        result["text_config"] |= _counts(prune, dims)
+        if not prune.is_uniform:
+            result["model_file"] = MODEL_FILE
+    return result
+
+
+def pruned_config(config: Json, prune: PrunePlan | None) -> Json:
+    """The config.json of a pruned checkpoint in Moonshot's layout."""
+    result = copy.deepcopy(config)
+    if prune:
+        result["text_config"]["num_experts"] = prune.largest
+    return result
+
+
+def _counts(prune: PrunePlan, dims: Dims) -> Json:
+    counts: Json = {"num_experts": prune.largest}
+    if prune.is_uniform:
+        return counts
+    layers = [prune.layers.get(layer, LayerPlan(())) for layer in range(dims.n_layers)]
+    counts["expert_counts"] = [len(layer.keep) for layer in layers]
+    if any(layer.low for layer in layers):
+        counts["low_expert_counts"] = [len(layer.low) for layer in layers]
+    return counts

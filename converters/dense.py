@@ -1,22 +1,27 @@
-"""Trunk tensors: which bytes of the source a build tensor is made of, and two transforms of bytes.
+"""Trunk tensors: which bytes of the source a build tensor is made of, and the transforms of bytes.
 
-Input: a build name and the source tensors in fusing order. Output: `BuildTensor`s. Only `embed_q`
-needs arithmetic on positions (a transpose); all else is ranges.
+Input: a build name and the source tensors in fusing order. Output: `BuildTensor`s. Most are ranges;
+`embed_q` is transposed, and what a profile narrows or quantizes is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 
 from converters.config import Dims
 from kimi_k3_mlx.errors import CheckpointError
-from kimi_k3_mlx.schema import DTYPE_BYTES, BuildTensor, Span, TensorInfo
+from kimi_k3_mlx.schema import DTYPE_BYTES, NARROW, BuildTensor, Quantization, Span, TensorInfo
 
 SWAP_LAST_AXES = "swap_last_axes"
 DROP_ZERO_TAIL = "drop_zero_tail"
+PAD_ZEROS = "pad_zeros"
+PAD_BIAS = "pad_bias"
+
+NEVER_CHOSEN = -1e30  # finite, so that no tool makes a NaN of it
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -71,14 +76,47 @@ def absorbed(names: Sequence[str], role: str, tensor: TensorInfo, dims: Dims) ->
     ]
 
 
+def narrowed(tensor: BuildTensor) -> BuildTensor:
+    """An F32 tensor as BF16, rounded to nearest even."""
+    if tensor.dtype != "F32":
+        return tensor
+    return replace(tensor, dtype="BF16", transform=NARROW)
+
+
+def quantized(tensor: BuildTensor, quantization: Quantization | None) -> list[BuildTensor]:
+    """The tensors of MLX's quantized form of a matrix `[…, out, in]`; the matrix itself when its
+    rows don't divide into groups, as in mlx_lm.convert."""
+    *outer, width = tensor.shape
+    if quantization is None or width % quantization.group_size:
+        return [tensor]
+    mode, bits, group_size = quantization
+    module = tensor.name.removesuffix(".weight")
+    words, groups = (*outer, width * bits // 32), (*outer, width // group_size)
+    weight = replace(tensor, dtype="U32", shape=words, quantization=quantization)
+    scales = replace(
+        weight, name=f"{module}.scales", dtype=tensor.dtype, shape=groups, spans=(), transform=None
+    )
+    if mode != "affine":
+        return [weight, replace(scales, dtype="U8")]
+    return [weight, scales, replace(scales, name=f"{module}.biases")]
+
+
+def unquantized(tensor: BuildTensor, dtype: str) -> BuildTensor:
+    """A quantized `weight` as the matrix `[…, out, in]` that it is made of, of dtype `dtype`."""
+    if tensor.quantization is None:
+        return tensor
+    *outer, words = tensor.shape
+    shape = (*outer, words * 32 // tensor.quantization.bits)
+    return replace(tensor, dtype=dtype, shape=shape, quantization=None)
+
+
 def apply_transform(tensor: BuildTensor, data: bytes) -> bytes:
     """The bytes of a build tensor from those of its spans.
 
     Raises CheckpointError when values forbid it.
     """
-    if tensor.transform is None:
-        return data
-    return _TRANSFORMS[tensor.transform](tensor, data)
+    transform = _TRANSFORMS.get(tensor.transform or "")
+    return transform(tensor, data) if transform else data
 
 
 def _swap_last_axes(tensor: BuildTensor, data: bytes) -> bytes:
@@ -100,7 +138,24 @@ def _drop_zero_tail(tensor: BuildTensor, data: bytes) -> bytes:
     return data[:n_kept]
 
 
+def _narrow(tensor: BuildTensor, data: bytes) -> bytes:
+    bits = np.frombuffer(data, np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def _pad_zeros(tensor: BuildTensor, data: bytes) -> bytes:
+    return data.ljust(tensor.n_bytes, b"\0")
+
+
+def _pad_bias(tensor: BuildTensor, data: bytes) -> bytes:
+    n_missing = (tensor.n_bytes - len(data)) // 4
+    return data + np.full(n_missing, NEVER_CHOSEN, np.float32).tobytes()
+
+
 _TRANSFORMS: dict[str, Callable[[BuildTensor, bytes], bytes]] = {
     SWAP_LAST_AXES: _swap_last_axes,
     DROP_ZERO_TAIL: _drop_zero_tail,
+    NARROW: _narrow,
+    PAD_ZEROS: _pad_zeros,
+    PAD_BIAS: _pad_bias,
 }

@@ -20,6 +20,14 @@ BLOCK = "vision_tower.encoder.blocks.{}."
 TRUNK, F32, U8 = "trunk", "F32", "U8"
 """Dtypes: `trunk` is BF16 as published, or F32 in a checkpoint that is F32 throughout."""
 
+QUANTIZABLE = (
+    "attention", "dense_mlp", "embedding", "head", "latent", "router", "shared_expert"
+)  # fmt: skip
+"""Roles with matrices that may be quantized; norms, AttnRes and vision never are."""
+
+BANKS = ("switch_mlp", "switch_mlp_low")
+"""A layer's banks of experts; the second one has fewer bits, in builds of graded plans."""
+
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -35,6 +43,12 @@ class Entry(NamedTuple):
     how: str
     """copy, join (axis 0), conv, a_log, kv_b, rows (of the router), stack (of experts)."""
     build: tuple[str, ...]
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether it is a matrix of the trunk that a profile may quantize."""
+        is_matrix = self.dtype == TRUNK and len(self.shape.split()) == 2
+        return is_matrix and self.role in QUANTIZABLE
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,7 @@ def _vision() -> list[Entry]:
 TABLE = (*_layer(), *_kda(), *_mla(), *_moe(), *_experts(), *_globals(), *_vision())
 
 _NUMBERED = re.compile(r"\b(layers|experts|blocks)\.(0|[1-9]\d*)\.")
+_QUANTIZED = re.compile(r"\.(scales|biases)$")
 _ROLES = {name: entry.role for entry in TABLE for name in (entry.source, *entry.build)}
 
 
@@ -212,7 +227,8 @@ def parse_name(name: str) -> Parsed:
         return f"{match[1]}.{{}}."
 
     key = _NUMBERED.sub(note, name)
-    role = _ROLES.get(key)
+    key = key.replace(f".{BANKS[1]}.", f".{BANKS[0]}.")
+    role = _ROLES.get(key) or _ROLES.get(_QUANTIZED.sub(".weight", key))
     if role is None:
         raise CheckpointError(
             f"tensor {name} is not one of Kimi-K3's.",

@@ -1,7 +1,8 @@
 """The frozen dataclasses that cross module borders, with their JSON.
 
 `TensorInfo` describes bytes in a file, `Span` a range of one source tensor, `BuildTensor` an output
-made of spans, `BuildPlan` a whole build before it exists, `Manifest` one that is finished.
+made of spans, `BuildPlan` a whole build before it exists, `Manifest` one that is finished. Which
+experts stay is `prune_plan.PrunePlan`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kimi_k3_mlx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from kimi_k3_mlx.profile import Profile
+    from kimi_k3_mlx.prune_plan import PrunePlan
 
 Json = dict[str, Any]
 
@@ -68,9 +73,36 @@ class Span(NamedTuple):
         return self.end - self.begin
 
 
+class Quantization(NamedTuple):
+    """How MLX stores a matrix: `mode` (affine, mxfp4, mxfp8), bits a weight, weights a scale."""
+
+    mode: str
+    bits: int
+    group_size: int
+
+    def to_json(self) -> Json:
+        """The object that MLX's config.json has."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    def __str__(self) -> str:
+        if self.mode != "affine":
+            return self.mode
+        return f"{self.bits} bits, groups of {self.group_size}"
+
+
+NARROW = "narrow"
+"""The transform that rounds F32 to BF16."""
+
+MXFP4 = Quantization("mxfp4", 4, 32)
+
+
 @dataclass(frozen=True)
 class BuildTensor:
-    """One output tensor: its spans one after the other, then the named transform, if any."""
+    """One output tensor: its spans one after the other, then the named transform, if any.
+
+    With `quantization`, a `weight` is quantized after that. Its `scales` and `biases` come of the
+    same computation: they have the same quantization and no spans of their own.
+    """
 
     name: str
     dtype: str
@@ -78,11 +110,17 @@ class BuildTensor:
     role: str
     spans: tuple[Span, ...]
     transform: str | None = None
+    quantization: Quantization | None = None
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the output."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its values are not the source's: a quantized `weight`, or a narrowed tensor."""
+        return bool(self.spans) and (self.quantization is not None or self.transform == NARROW)
 
     @property
     def n_read(self) -> int:
@@ -99,6 +137,7 @@ class BuildTensor:
             "n_bytes": self.n_bytes,
             "inputs": [list(span) for span in self.spans],
             "transform": self.transform,
+            "quantization": self.quantization and self.quantization.to_json(),
         }
 
 
@@ -110,6 +149,8 @@ class PlannedShard:
     what: str
     header_n_bytes: int
     tensors: tuple[BuildTensor, ...]
+    format: str = "mlx"
+    """`mlx` or `pt`, as the file's metadata say."""
 
     @cached_property
     def n_bytes(self) -> int:
@@ -134,23 +175,6 @@ class PlannedShard:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """How a build stores experts and trunk; read from `profiles/*.toml`."""
-
-    name: str
-    summary: str
-    experts: str
-    """`mxfp4`: the source's bytes."""
-    trunk: str
-    """`source`: the source's values and dtypes."""
-    version: int = 1
-
-    def to_json(self) -> Json:
-        """A JSON object."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class SourceId:
     """Which checkpoint a build is made from, wherever it lies."""
 
@@ -169,6 +193,8 @@ class BuildPlan:
     """The config.json of the build."""
     n_layers: int
     shards: tuple[PlannedShard, ...] = field(repr=False)
+    prune: PrunePlan | None = None
+    """Which experts stay; None: all."""
     version: int = 1
 
     @property
@@ -195,7 +221,8 @@ class BuildPlan:
     def sha256(self) -> str:
         """Identity of the plan: same hash, same bytes."""
         digest = hashlib.sha256(self.source.headers_sha256.encode())
-        for part in (self.version, self.profile.to_json(), self.config):
+        prune = self.prune and self.prune.sha256
+        for part in (self.version, self.profile.to_json(), prune, self.config):
             digest.update(canonical(part))
         for shard in self.shards:
             digest.update(canonical(shard.to_json()))
@@ -208,6 +235,7 @@ class BuildPlan:
             "sha256": self.sha256,
             "source": asdict(self.source),
             "profile": self.profile.to_json(),
+            "prune": self.prune and self.prune.to_json(),
             "n_bytes": self.n_bytes,
             "total_size": self.total_size,
             "n_read": self.n_read,
@@ -225,6 +253,8 @@ class ShardRecord:
     sha256: str
     nan_scales: int = 0
     """E8M0 scale bytes of 255, which decode to no number."""
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """By tensor pattern, what rounding cost: Σ(ŵ−w)² and Σw²."""
 
     def to_json(self) -> Json:
         """A JSON object."""
@@ -233,7 +263,7 @@ class ShardRecord:
     @classmethod
     def from_json(cls, value: Json) -> ShardRecord:
         """Read `to_json`'s object; raise KeyError when a field is missing."""
-        return cls(value["name"], value["n_bytes"], value["sha256"], value["nan_scales"])
+        return cls(**{field.name: value[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -242,10 +272,11 @@ class Manifest:
 
     plan_sha256: str
     profile: Json
+    prune_sha256: str | None
     source: SourceId
     shards: tuple[ShardRecord, ...]
     sidecars: dict[str, str]
-    """SHA-256 of each file that was copied from the source, by name."""
+    """SHA-256 of each small file beside the shards, by name."""
     tools: dict[str, str]
     version: int = 1
 
@@ -270,6 +301,7 @@ class Manifest:
             return cls(
                 plan_sha256=value["plan_sha256"],
                 profile=value["profile"],
+                prune_sha256=value["prune_sha256"],
                 source=SourceId(**value["source"]),
                 shards=tuple(ShardRecord.from_json(shard) for shard in value["shards"]),
                 sidecars=dict(value["sidecars"]),

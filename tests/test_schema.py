@@ -7,24 +7,26 @@ import json
 import pytest
 
 from kimi_k3_mlx.errors import CheckpointError
+from kimi_k3_mlx.profile import Profile
 from kimi_k3_mlx.schema import (
     BuildPlan,
     BuildTensor,
     Manifest,
     PlannedShard,
-    Profile,
+    Quantization,
     ShardRecord,
     SourceId,
     Span,
 )
 
 SOURCE = SourceId("c0ffee", "ab" * 32)
-PROFILE = Profile("mxfp4", "everything as it is", "mxfp4", "source")
+PROFILE = Profile("mxfp4", "everything as it is")
 MANIFEST = Manifest(
     plan_sha256="cd" * 32,
     profile=PROFILE.to_json(),
+    prune_sha256=None,
     source=SOURCE,
-    shards=(ShardRecord("a", 9, "ef" * 32, 1),),
+    shards=(ShardRecord("a", 9, "ef" * 32, 1, {"x.*.weight": [0.5, 2.0]}),),
     sidecars={"tokenizer.json": "01" * 32},
     tools={"numpy": "2"},
 )
@@ -54,6 +56,20 @@ def test_the_hash_knows_the_bytes_and_not_the_place() -> None:
     assert plan().sha256 == plan(source=moved).sha256
     assert plan().sha256 != plan(shape=(3, 2)).sha256
     assert plan().sha256 != plan(source=SourceId(None, "ac" * 32)).sha256
+
+
+def test_a_profile_survives_json() -> None:
+    eight, three = Quantization("affine", 8, 64), Quantization("affine", 3, 64)
+    profile = Profile(
+        "p", "s", experts=three, trunk=eight, roles=(("router", None),),
+        overrides=(("*.b_proj", None), ("*.3.*", three)), narrow=("o_norm",),
+    )  # fmt: skip
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    assert profile.format_of("layers.1.mlp.gate", "router") is None
+    assert profile.format_of("layers.1.self_attn.b_proj", "attention") is None
+    assert profile.format_of("layers.3.self_attn.b_proj", "attention") == three, "the last counts"
+    assert profile.format_of("layers.1.self_attn.o_proj", "attention") == eight
 
 
 def test_a_manifest_survives_json() -> None:

@@ -35,7 +35,9 @@ VERBS = {
     "download": Verb("download", "fetch a checkpoint from the Hub"),
     "inspect": Verb("inspect", "show what a checkpoint holds, from its headers alone"),
     "convert": Verb("convert", "write an MLX build of a source checkpoint"),
-    "verify": Verb("verify", "compare a build with its source, tensor by tensor"),
+    "prune": Verb("prune", "write a pruned checkpoint in Moonshot's layout, for vLLM and SGLang"),
+    "estimate": Verb("estimate", "say what a build would need, before anything is written"),
+    "verify": Verb("verify", "compare a build with its source, or with its own manifest"),
     "generate": Verb("generate", "continue a prompt with a build"),
     "demo": Verb("demo", "all of the above on the small trained model that comes along"),
 }

@@ -11,10 +11,16 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kimi_k3_mlx.errors import UsageError
+
+if TYPE_CHECKING:
+    from kimi_k3_mlx.prune_plan import PrunePlan
+    from kimi_k3_mlx.schema import BuildPlan
+    from kimi_k3_mlx.tensors.source import Source
 
 MAX_WIDTH = 100
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -83,18 +89,92 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {close[0]}?" if close else otherwise
 
 
-def source_options(parser: Parser) -> None:
-    """`--hf-path`: the checkpoint in Moonshot's layout."""
+def source_options(parser: Parser, *, required: bool = True) -> None:
+    """`--hf-path` and `--revision`: the checkpoint in Moonshot's layout."""
     group = parser.add_argument_group("source")
     group.add_argument(
         "--hf-path",
         "--model",
         dest="source",
-        metavar="DIR",
-        type=folder,
-        required=True,
-        help="folder of the source checkpoint in Moonshot's layout",
+        metavar="DIR|REPO",
+        required=required,
+        help="folder of the source checkpoint, or its repository on the Hub",
     )
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub")
+
+
+def opened(where: str, revision: str | None = None) -> Source:
+    """The checkpoint in a folder, or on the Hub when it is named like a repository."""
+    from kimi_k3_mlx.tensors.hub import open_repository
+    from kimi_k3_mlx.tensors.local import open_source
+
+    if REPOSITORY.fullmatch(where) and not Path(where).parent.exists():
+        return open_repository(where, revision)
+    if revision is not None:
+        raise UsageError(
+            f"--revision {revision} is for repositories on the Hub; {where} is a folder."
+        )
+    return open_source(Path(where))
+
+
+def plan_options(parser: Parser) -> None:
+    """`--profile`, `--prune-plan` and what changes them, and `--context`."""
+    group = parser.add_argument_group("build")
+    group.add_argument(
+        "--profile", metavar="NAME", default="mxfp4", help="a profile's name, or a .toml file"
+    )
+    group.add_argument("--prune-plan", metavar="FILE", help="plan that says which experts stay")
+    group.add_argument(
+        "--pad-uniform",
+        action="store_true",
+        help="fill layers up to one count with experts that are never chosen, for stock tools",
+    )
+    group.add_argument("--q-bits", metavar="N", type=positive, help="trunk: 4, 5, 6 or 8 bits")
+    group.add_argument(
+        "--q-group-size", metavar="N", type=positive, help="trunk: 32 or 64 weights a scale"
+    )
+    group.add_argument("--q-mode", metavar="MODE", help="trunk: affine or mxfp8")
+    group.add_argument(
+        "--allow-requantize",
+        action="store_true",
+        help="allow profiles and plans that store MXFP4 experts in fewer bits",
+    )
+
+
+def planned(args: argparse.Namespace, source: Source, prune: PrunePlan | None) -> BuildPlan:
+    """The plan that `plan_options` ask for."""
+    from kimi_k3_mlx.convert.plan import plan_build
+    from kimi_k3_mlx.convert.profiles import load_profile, with_trunk
+
+    profile = load_profile(args.profile)
+    if args.q_bits or args.q_group_size or args.q_mode:
+        profile = with_trunk(profile, args.q_mode, args.q_bits, args.q_group_size)
+    if args.pad_uniform:
+        if prune is None:
+            raise UsageError("--pad-uniform needs a plan.", "give one with --prune-plan.")
+        prune = replace(prune, pad_uniform=True)
+    fewer = [q for q in (profile.experts, prune and prune.low) if q and q.mode != "mxfp4"]
+    if fewer and not args.allow_requantize:
+        raise UsageError(
+            f"this requantizes MXFP4 experts to {fewer[0]}, which loses what no calibration "
+            "has weighed.",
+            "pass --allow-requantize if you mean it; the loss is printed.",
+        )
+    return plan_build(source, profile, prune)
+
+
+def read_prune_plan(path: str | None) -> PrunePlan | None:
+    """The plan in a file, if one is named."""
+    from kimi_k3_mlx.prune_plan import read_plan
+
+    if path is None:
+        return None
+    try:
+        return read_plan(Path(path).read_text("utf-8"), path)
+    except FileNotFoundError as error:
+        raise UsageError(f"plan {path} doesn't exist.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"plan {path} is not UTF-8: {error}.") from error
 
 
 def common_options(parser: Parser, *, json: bool = True, quiet: bool = True) -> None:

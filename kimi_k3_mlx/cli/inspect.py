@@ -6,20 +6,21 @@ Reads headers only: no tensor byte, no MLX. Sources and builds look alike.
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kimi_k3_mlx.cli._options import Parser, common_options, folder
+from kimi_k3_mlx.cli._options import Parser, common_options, opened
 from kimi_k3_mlx.cli._output import table, write, write_json
-from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.units import format_bytes
 
 if TYPE_CHECKING:
     from kimi_k3_mlx.convert.inventory import Inventory
 
-USAGE = "PATH [options]"
+USAGE = "PATH|REPO [options]"
 EXAMPLES = (
     "kimi-k3 inspect ./Kimi-K3",
+    "kimi-k3 inspect moonshotai/Kimi-K3",
     "kimi-k3 inspect ./Kimi-K3 --tensors '*.layers.17.*.gate.*'",
     "kimi-k3 inspect ./Kimi-K3-mlx-mxfp4 --json",
 )
@@ -29,7 +30,12 @@ KINDS = {"source": "source in Moonshot's layout", "build": "MLX build"}
 def add_options(parser: Parser) -> None:
     """Declare the options."""
     group = parser.add_argument_group("checkpoint")
-    group.add_argument("path", metavar="PATH", type=folder, help="folder of a source or a build")
+    group.add_argument(
+        "path",
+        metavar="PATH|REPO",
+        help="folder of a source or a build, or a repository on the Hub",
+    )
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the Hub")
     group.add_argument("--tensors", metavar="GLOB", help="list the tensors with matching names")
     common_options(parser, quiet=False)
 
@@ -39,9 +45,9 @@ def run(args: argparse.Namespace) -> None:
     from kimi_k3_mlx.convert.inventory import take_inventory
     from kimi_k3_mlx.runtime.load import explained
 
-    refuse_foreign_build(args.path)
-    with explained(args.path):
-        inventory = take_inventory(args.path)
+    path = Path(args.path)
+    with explained(path) if path.is_dir() else nullcontext():
+        inventory = take_inventory(opened(args.path, args.revision))
     listed = tensors(inventory, args.tensors) if args.tensors else []
     if args.json:
         write_json(inventory.to_json() | ({"tensors": listed} if args.tensors else {}))
@@ -49,27 +55,6 @@ def run(args: argparse.Namespace) -> None:
         write(tensor_table(listed) if listed else f"no tensor matches {args.tensors}")
     else:
         write(f"{facts(inventory)}\n\n{parts(inventory)}")
-
-
-def refuse_foreign_build(path: Path) -> None:
-    """Name the tensor that shows that another tool quantized more than our builds have."""
-    from converters.names import role_of
-    from kimi_k3_mlx.runtime.load import explained
-    from kimi_k3_mlx.tensors.source import CONFIG, INDEX, read_json
-
-    with explained(path):
-        if not (path / INDEX).is_file() or "quantization" not in read_json(path / CONFIG):
-            return
-        names = read_json(path / INDEX).get("weight_map") or ()
-    for name in map(str, names):
-        if name.endswith((".scales", ".biases")):
-            try:
-                role_of(name)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{path} is a quantized build of another tool (it has tensor {name}); "
-                    "inspect describes sources and builds of kimi-k3 convert only.",
-                ) from error
 
 
 def facts(inventory: Inventory) -> str:

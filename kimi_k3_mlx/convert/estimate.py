@@ -1,26 +1,30 @@
-"""What a build costs before it begins: bytes to read and write, free disk, memory.
+"""What a build costs before it begins: bytes to read and write, free disk, memory, time.
 
 Input: a plan and the output folder. Output: `Estimate`. Reads no tensor byte and writes nothing.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 
+from converters.experts import REQUANTIZE
+from kimi_k3_mlx.convert.disk import existing_parent, mount_point
 from kimi_k3_mlx.convert.folder import own_files
+from kimi_k3_mlx.convert.shards import ROWS_BYTES
 from kimi_k3_mlx.convert.sidecars import read_manifest
 from kimi_k3_mlx.errors import DoesNotFitError
-from kimi_k3_mlx.schema import BuildPlan, Json
+from kimi_k3_mlx.schema import BuildPlan, BuildTensor, Json
 from kimi_k3_mlx.tensors.header import file_size
 from kimi_k3_mlx.tensors.journal import read_journal
-from kimi_k3_mlx.tensors.source import BUFFER_BYTES
+from kimi_k3_mlx.tensors.local import BUFFER_BYTES
 from kimi_k3_mlx.tensors.writer import partial_path
 from kimi_k3_mlx.units import format_bytes
 
 INTERPRETER_BYTES = 50_000_000  # Python and numpy
+MLX_BYTES = 60_000_000
 BYTES_PER_SPAN = 900  # names and places of source and plan; K3's half a million take 420 MB
 
 
@@ -41,11 +45,18 @@ class Estimate:
     n_memory: int
     """Peak resident memory of the conversion."""
     n_freed: int = 0
+    read_rate: float | None = None
+    """Bytes a second at which the source's headers came from the disk; None: too few to tell."""
 
     @property
     def n_write(self) -> int:
         """Bytes still to be written."""
         return self.n_build - self.n_done
+
+    @property
+    def seconds(self) -> float | None:
+        """How long reading takes at least."""
+        return self.n_read / self.read_rate if self.read_rate else None
 
     @property
     def fits(self) -> bool:
@@ -54,15 +65,21 @@ class Estimate:
 
     def to_json(self) -> Json:
         """A JSON object."""
-        return asdict(self) | {"version": 1, "n_write": self.n_write, "fits": self.fits}
+        return asdict(self) | {
+            "version": 1,
+            "n_write": self.n_write,
+            "fits": self.fits,
+            "seconds": self.seconds,
+        }
 
 
-def estimate(plan: BuildPlan, out: Path, *, overwrite: bool = False) -> Estimate:
+def estimate(
+    plan: BuildPlan, out: Path, *, overwrite: bool = False, read_rate: float | None = None
+) -> Estimate:
     """Sizes of a build and of the disk that `out` is on; `out` need not exist."""
     out = Path(out)
     place = existing_parent(out)
     n_done, n_freed = (0, _own_bytes(out)) if overwrite else _reused_bytes(plan, out)
-    transforms = (tensor.n_read for tensor in plan.tensors if tensor.transform)
     n_spans = sum(len(tensor.spans) for tensor in plan.tensors)
     return Estimate(
         volume=str(mount_point(place)),
@@ -72,10 +89,20 @@ def estimate(plan: BuildPlan, out: Path, *, overwrite: bool = False) -> Estimate
         n_free=shutil.disk_usage(place).free,
         n_memory=INTERPRETER_BYTES
         + BYTES_PER_SPAN * n_spans
-        + BUFFER_BYTES
-        + 3 * max(transforms, default=0),
+        + 4 * BUFFER_BYTES
+        + max(map(_working_bytes, plan.tensors), default=0),
         n_freed=n_freed,
+        read_rate=read_rate,
     )
+
+
+def _working_bytes(tensor: BuildTensor) -> int:
+    """What computing a tensor holds: rows, or an expert, in F32 and in what becomes of them."""
+    if tensor.transform == REQUANTIZE:
+        return MLX_BYTES + 8 * prod(tensor.shape[1:]) * 4
+    if tensor.quantization:
+        return MLX_BYTES + 8 * ROWS_BYTES
+    return 3 * tensor.n_read if tensor.transform else 0
 
 
 def check_fits(sizes: Estimate) -> None:
@@ -87,22 +114,6 @@ def check_fits(sizes: Estimate) -> None:
             "point --mlx-path at another disk, or prune harder with --target-size; "
             "--force tries anyway.",
         )
-
-
-def existing_parent(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def mount_point(path: Path) -> Path:
-    """The root of the disk that an existing path is on."""
-    path = path.resolve()
-    while not os.path.ismount(path):
-        path = path.parent
-    return path
 
 
 def _own_bytes(out: Path) -> int:

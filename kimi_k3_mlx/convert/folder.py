@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kimi_k3_mlx.convert.sidecars import read_manifest, sidecar_names
+from kimi_k3_mlx.convert.sidecars import ROOT_FILES, read_manifest, sidecar_names
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.schema import LOST, BuildPlan, Json, Manifest, canonical
 from kimi_k3_mlx.tensors.header import file_size
@@ -24,7 +24,8 @@ from kimi_k3_mlx.tensors.journal import (
     read_journal,
     start_journal,
 )
-from kimi_k3_mlx.tensors.source import CONFIG, INDEX, MANIFEST, Source, read_json
+from kimi_k3_mlx.tensors.local import LocalSource, read_json
+from kimi_k3_mlx.tensors.source import CONFIG, INDEX, MANIFEST, Source
 from kimi_k3_mlx.tensors.writer import PARTIAL, partial_path, sync_folder
 
 OTHER_FOLDER = "choose another --mlx-path, or pass --overwrite to delete it."
@@ -40,6 +41,7 @@ def _finished_build(plan: BuildPlan, out: Path) -> Manifest | None:
         return None
     found = {
         "profile": manifest.profile.get("name"),
+        "prune_sha256": manifest.prune_sha256,
         "source_sha256": manifest.source.headers_sha256,
         "plan_sha256": manifest.plan_sha256,
     }
@@ -65,7 +67,7 @@ def check_folder(
     """
     if not out.exists():
         return None
-    if out.samefile(source.path):
+    if isinstance(source, LocalSource) and out.samefile(source.path):
         raise UsageError(f"{out} is the source itself.", "choose another --mlx-path.")
     names = _visible_names(out)
     if not names:
@@ -161,8 +163,14 @@ def own_files(out: Path) -> list[Path]:
     names = {CONFIG, INDEX, MANIFEST, JOURNAL, *journal_files(out)}
     if file_size(out / MANIFEST) is not None:
         names.update(Manifest.from_json(read_json(out / MANIFEST, LOST)).files)
-    paths = [out / name for name in sorted(names) if os.path.basename(name) == name]
+    paths = [out / name for name in sorted(names) if _is_inside(name)]
     return [p for path in paths for p in (path, partial_path(path)) if p.is_file()]
+
+
+def _is_inside(name: str) -> bool:
+    """A damaged record must not make us delete elsewhere: only our own packages are folders."""
+    folder, file = os.path.split(name)
+    return folder in ("", *ROOT_FILES) and os.path.basename(file) == file != ".."
 
 
 def delete_build(out: Path) -> None:
@@ -173,10 +181,12 @@ def delete_build(out: Path) -> None:
     for path in files:
         if path.name not in (CONFIG, JOURNAL, MANIFEST):
             path.unlink()
+        if path.parent != out and not any(path.parent.iterdir()):
+            path.parent.rmdir()
 
 
 def _files(plan: BuildPlan, source: Source) -> list[str]:
-    return [*(shard.name for shard in plan.shards), *sidecar_names(source.path)]
+    return [*(shard.name for shard in plan.shards), *sidecar_names(plan, source)]
 
 
 def _identity(plan: BuildPlan, source: Source | None = None) -> Json:
@@ -184,6 +194,7 @@ def _identity(plan: BuildPlan, source: Source | None = None) -> Json:
     identity = {
         "profile": plan.profile.name,
         "profile_sha256": hashlib.sha256(canonical(plan.profile.to_json())).hexdigest(),
+        "prune_sha256": plan.prune.sha256 if plan.prune else None,
         "source_sha256": plan.source.headers_sha256,
         "plan_sha256": plan.sha256,
     }
@@ -199,7 +210,8 @@ def _difference(found: Json, wanted: Json) -> str:
 
 
 def _short(field: str, value: object) -> str:
-    return str(value) if field == "profile" else f"{str(value)[:4]}…"
+    whole = field == "profile" or value is None
+    return str(value) if whole else f"{str(value)[:4]}…"
 
 
 def _visible_names(folder: Path) -> set[str]:

@@ -1,6 +1,6 @@
 """What a checkpoint holds, from its headers: layers, experts, and the bytes of each part.
 
-Input: a folder, source or build. Output: an `Inventory`. Reads no tensor byte.
+Input: an opened source or build. Output: an `Inventory`. Reads no tensor byte.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
-from pathlib import Path
 
 from converters.config import read_dims
 from converters.names import role_of
-from kimi_k3_mlx.convert.sidecars import read_manifest
-from kimi_k3_mlx.schema import Json, TensorInfo
-from kimi_k3_mlx.tensors.source import Source, open_source
+from kimi_k3_mlx.schema import LOST, MXFP4, Json, Manifest, TensorInfo
+from kimi_k3_mlx.tensors.source import MANIFEST, Source, parse_json
 
 ROUTER = re.compile(r".*\.layers\.(\d+)\.(?:block_sparse_moe|mlp)\.gate\.weight")
-MXFP4_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,16 @@ class Inventory:
         return {"version": 1} | values | {"parts": [asdict(part) for part in self.parts]}
 
 
-def take_inventory(path: Path) -> Inventory:
-    """Open a checkpoint by its headers and sum it up; raises as `open_source` does."""
-    source = open_source(path)
+def take_inventory(source: Source) -> Inventory:
+    """Sum up an opened checkpoint; raises CheckpointError when it is no Kimi-K3."""
     dims = read_dims(source.config)
-    manifest = read_manifest(path)
+    manifest = None
+    if MANIFEST in source.files():
+        content = source.read_file(MANIFEST)
+        manifest = Manifest.from_json(parse_json(content, MANIFEST, LOST))
     parts = tuple(summed_parts(source))
     return Inventory(
-        path=str(path),
+        path=source.where,
         kind="build" if "quantization" in source.config else "source",
         commit=manifest.source.commit if manifest else source.id.commit,
         profile=manifest.profile.get("name") if manifest else None,
@@ -116,7 +115,7 @@ def summed_parts(source: Source) -> Iterator[Part]:
             role=role,
             n_tensors=len(tensors),
             n_bytes=sum(tensor.n_bytes for tensor in tensors),
-            parameters=sum(map(parameters, tensors)),
+            parameters=sum(parameters(tensor, source.config) for tensor in tensors),
             dtypes=tuple(sorted({tensor.dtype for tensor in tensors})),
         )
         for role, tensors in by_role.items()
@@ -124,9 +123,13 @@ def summed_parts(source: Source) -> Iterator[Part]:
     yield from sorted(parts, key=lambda part: -part.n_bytes)
 
 
-def parameters(tensor: TensorInfo) -> int:
+def parameters(tensor: TensorInfo, config: Json) -> int:
     """Logical parameters of one tensor."""
-    if tensor.name.endswith((".weight_scale", ".scales")):
+    module, _, part = tensor.name.rpartition(".")
+    if part in ("weight_scale", "scales", "biases"):
         return 0
-    packed = tensor.dtype in {"U8", "U32"}
-    return tensor.n_bytes * 8 // MXFP4_BITS if packed else prod(tensor.shape)
+    if tensor.dtype not in {"U8", "U32"}:
+        return prod(tensor.shape)
+    block = config.get("quantization", {})
+    bits: int = block.get(module, block).get("bits", MXFP4.bits)
+    return tensor.n_bytes * 8 // bits

@@ -1,201 +1,238 @@
 """From headers to a `BuildPlan`: every tensor of every shard with its inputs, before a byte moves.
 
-Input: an opened source and a profile. Output: the plan, or an error naming the tensor that does not
-fit the config. One shard per text layer, then the globals, the projector and the vision tower.
+Input: an opened source, a profile, and a prune plan if experts go. Output: the plan, or an error
+naming the tensor or layer that does not fit. One shard per text layer, then the globals, the
+projector and the vision tower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
 
-from converters.config import Dims, build_config, check_source, read_dims
-from converters.dense import a_log, absorbed, copied, joined, joined_conv
-from converters.experts import check_keep, kept_rows, stacked
-from converters.names import F32, TABLE, TRUNK, Entry, role_of
-from kimi_k3_mlx.errors import CheckpointError
+from converters.config import Dims, build_config, check_source, pruned_config, read_dims
+from converters.dense import a_log, absorbed, copied, joined, joined_conv, narrowed, quantized
+from converters.experts import kept_rows, renumbered, requantized, stacked
+from converters.names import BANKS, TABLE, Entry
+from kimi_k3_mlx.convert.shelf import Shelf
+from kimi_k3_mlx.errors import UsageError
+from kimi_k3_mlx.profile import Profile
+from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan, check_plan
 from kimi_k3_mlx.schema import (
     DTYPE_BYTES,
+    MXFP4,
     BuildPlan,
     BuildTensor,
+    Json,
     PlannedShard,
-    Profile,
+    Quantization,
     TensorInfo,
 )
 from kimi_k3_mlx.tensors.header import encode_header
-from kimi_k3_mlx.tensors.source import Source, download_hint
+from kimi_k3_mlx.tensors.source import Source, paused_collector
 
-ALIGN = 16 * 1024
-METADATA = {"format": "mlx"}
-EMBEDDING = "language_model.model.embed_tokens.weight"
-LayerTensors = tuple[str, list[BuildTensor]]
-"""What a shard holds, in words, and its tensors."""
+ALIGN = {"mlx": 16 * 1024, "pt": 8}
 
 
-def plan_build(source: Source, profile: Profile) -> BuildPlan:
+def plan_build(source: Source, profile: Profile, prune: PrunePlan | None = None) -> BuildPlan:
     """Lay out a whole build.
 
     Raises CheckpointError when the config is not a source's of this architecture and packed format,
-    or a tensor is missing, unknown, or of another shape or dtype than the config says.
+    or a tensor is missing, unknown, or of another shape or dtype than the config says; UsageError
+    when the prune plan is not for this model or the layout can't hold it.
     """
     dims = read_dims(source.config)
     check_source(source.config)
-    shelf = _Shelf(source, dims)
-    parts = list(_parts(shelf))
+    if prune:
+        check_plan(prune, dims.n_experts, dims.moe_layers, dims.top_k)
+        _check_low_bank(prune, profile)
+    shelf = Shelf(source, dims)
+    recipe = _Recipe(shelf, profile, prune)
+    with paused_collector():
+        shards = tuple(recipe.moonshot() if profile.layout == "moonshot" else recipe.mlx())
     shelf.check_all_taken()
     return BuildPlan(
         source=source.id,
         profile=profile,
-        config=build_config(source.config),
+        config=recipe.config(shards),
         n_layers=dims.n_layers,
-        shards=tuple(
-            _shard(f"model-{number:05d}-of-{len(parts):06d}.safetensors", what, tensors)
-            for number, (what, tensors) in enumerate(parts, 1)
-        ),
+        shards=shards,
+        prune=prune,
     )
 
 
 def shard_header(shard: PlannedShard) -> bytes:
-    """The bytes of a planned shard up to its data section, which starts on 16 KiB."""
-    return encode_header(shard.infos(), METADATA, ALIGN)
+    """The bytes of a planned shard up to its data section, which starts on 16 KiB in a build."""
+    return encode_header(shard.infos(), {"format": shard.format}, ALIGN[shard.format])
 
 
-class _Shelf:
-    """The source's tensors, each handed out checked and at most once."""
+class _Recipe:
+    """What becomes of each row of the table under a profile and a prune plan."""
 
-    def __init__(self, source: Source, dims: Dims) -> None:
-        self.source = source
-        self.dims = dims
-        self.taken: set[str] = set()
-        self._shapes = {entry: dims.shapes(entry.shape) for entry in TABLE if self._occurs(entry)}
-        self._trunk = self._trunk_dtype()
+    def __init__(self, shelf: Shelf, profile: Profile, prune: PrunePlan | None) -> None:
+        self.shelf = shelf
+        self.dims = shelf.dims
+        self.profile = profile
+        self.prune = prune
+        self._narrow = tuple(f".{module}" for module in profile.narrow)
+        self.count = prune.largest if prune and prune.pad_uniform else None
+        """Experts of every layer, with those that pad it."""
 
-    def take(self, entry: Entry, *numbers: int) -> TensorInfo:
-        """The tensor of a table row, with its numbers of layer and expert, or of block."""
-        name = entry.source.format(*numbers)
-        tensor = self.source.tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(
-                f"tensor {name} is missing: no shard has it.",
-                download_hint("model.safetensors.index.json"),
+    def config(self, shards: Iterable[PlannedShard]) -> Json:
+        """The build's config.json."""
+        config = self.shelf.source.config
+        if self.profile.layout == "moonshot":
+            return pruned_config(config, self.prune)
+        modules = {
+            tensor.name.removesuffix(".weight"): tensor.quantization
+            for shard in shards
+            for tensor in shard.tensors
+            if tensor.quantization and tensor.name.endswith(".weight")
+        }
+        return build_config(config, self.dims, self.profile.experts, modules, self.prune)
+
+    def mlx(self) -> Iterator[PlannedShard]:
+        """The shards of an MLX build."""
+        parts = list(self.shelf.scopes())
+        for number, (what, scopes, layer) in enumerate(parts, 1):
+            tensors = [
+                tensor
+                for scope in scopes
+                for numbers in self.shelf.numbers(scope, layer)
+                for tensor in self._scope(scope, numbers)
+            ]
+            yield _mlx_shard(f"model-{number:05d}-of-{len(parts):06d}.safetensors", what, tensors)
+
+    def moonshot(self) -> Iterator[PlannedShard]:
+        """The source's own shards, without the experts that go."""
+        if self.prune and (not self.prune.is_uniform or self.prune.pad_uniform):
+            raise UsageError(
+                "the plan's layers differ in their experts, which Moonshot's layout can't say.",
+                "make a uniform plan, or convert this one to MLX: kimi-k3 convert --prune-plan",
             )
-        self._check(entry, tensor)
-        self.taken.add(tensor.name)
-        return tensor
+        shards: dict[str, tuple[str, list[BuildTensor]]] = {}
+        weight_map = self.shelf.source.weight_map
+        for what, scopes, layer in self.shelf.scopes():
+            for scope in scopes:
+                for tensor in self._verbatim(scope, layer):
+                    shard = weight_map[tensor.spans[0].tensor]
+                    shards.setdefault(shard, (what, []))[1].append(tensor)
+        places = self.shelf.source.tensors
+        for name, (what, tensors) in sorted(shards.items()):
+            tensors.sort(key=lambda tensor: places[tensor.spans[0].tensor].begin)
+            yield _shard(PlannedShard(name, what, 0, tuple(tensors), "pt"))
 
-    def has(self, prefix: str) -> bool:
-        """Whether any tensor's name begins so."""
-        return any(name.startswith(prefix) for name in self.source.tensors)
+    def _verbatim(self, scope: str, parent: tuple[int, ...]) -> Iterator[BuildTensor]:
+        for entry in _rows(scope):
+            for numbers in self.shelf.numbers(scope, parent):
+                if entry.how == "stack":
+                    (layer,) = numbers
+                    tensors = self.shelf.experts(entry, layer)
+                    yield from renumbered(entry, layer, tensors, self._plan(layer).keep)
+                    continue
+                tensor = self.shelf.take(entry, *numbers)
+                if entry.how == "rows" and self.prune:
+                    keep = self._plan(*numbers).keep
+                    yield kept_rows(tensor.name, entry.role, tensor, keep)
+                else:
+                    yield copied(tensor.name, entry.role, tensor)
 
-    def check_all_taken(self) -> None:
-        """Raise CheckpointError for a tensor that no row of the table wants."""
-        for name in sorted(self.source.tensors.keys() - self.taken):
-            role_of(name)
-            raise CheckpointError(
-                f"tensor {name} does not occur in a model of {self.dims.n_layers} layers and "
-                f"{self.dims.n_experts} experts, as config.json describes it.",
-                download_hint("config.json"),
-            )
-
-    def _occurs(self, entry: Entry) -> bool:
-        return self.dims.n_blocks > 0 or entry.role not in ("vision", "projector")
-
-    def _trunk_dtype(self) -> str:
-        embedding = self.source.tensors.get(EMBEDDING)
-        return F32 if embedding is not None and embedding.dtype == F32 else "BF16"
-
-    def _check(self, entry: Entry, tensor: TensorInfo) -> None:
-        shapes = self._shapes[entry]
-        dtype = self._trunk if entry.dtype == TRUNK else entry.dtype
-        if tensor.shape in shapes and tensor.dtype == dtype:
+    def _scope(self, scope: str, numbers: tuple[int, ...]) -> Iterator[BuildTensor]:
+        if scope == "expert":
+            yield from self._experts(*numbers)
             return
-        shard = self.source.weight_map[tensor.name]
-        if tensor.dtype != dtype:
-            fact, cause = f"dtype {tensor.dtype}, expected {dtype}", "is not Moonshot's"
-        else:
-            expected = " or ".join(map(str, shapes))
-            fact, cause = f"shape {tensor.shape}, expected {expected}", "looks truncated"
-            if entry.role != "expert":
-                cause = "does not fit config.json"
-        raise CheckpointError(
-            f"tensor {tensor.name}: {fact}.",
-            f"the source shard {shard} {cause}; {download_hint(shard)}",
+        for group in _groups(scope):
+            tensors = [self.shelf.take(row, *numbers) for row in group]
+            for tensor in self._trunk(group[0], tensors, numbers):
+                yield from self._stored(group[0], tensor)
+
+    def _experts(self, layer: int) -> Iterator[BuildTensor]:
+        for packed_row, scale_row in zip(*_expert_rows(), strict=True):
+            packed = self.shelf.experts(packed_row, layer)
+            scales = self.shelf.experts(scale_row, layer)
+            module = packed_row.build[0].format(layer).removesuffix(".weight")
+            for bank, keep, quantization in self._banks(layer):
+                name = module.replace(BANKS[0], bank)
+                if quantization == MXFP4:
+                    yield stacked(f"{name}.weight", packed, keep, self.count)
+                    yield stacked(f"{name}.scales", scales, keep, self.count)
+                else:
+                    yield from requantized(name, packed, scales, keep, quantization, self.count)
+
+    def _banks(self, layer: int) -> Iterator[tuple[str, tuple[int, ...], Quantization]]:
+        plan = self._plan(layer)
+        yield BANKS[0], plan.first, self.profile.experts
+        if plan.low and self.prune and self.prune.low:
+            yield BANKS[1], plan.low, self.prune.low
+
+    def _plan(self, layer: int) -> LayerPlan:
+        return self.prune.layers[layer] if self.prune else _everything(self.dims)
+
+    def _trunk(
+        self, entry: Entry, tensors: list[TensorInfo], numbers: tuple[int, ...]
+    ) -> list[BuildTensor]:
+        names = [name.format(*numbers) for name in entry.build]
+        name, role = names[0], entry.role
+        match entry.how:
+            case "join":
+                return [joined(name, role, tensors)]
+            case "conv":
+                return [joined_conv(name, role, tensors)]
+            case "a_log":
+                return [a_log(name, role, tensors[0], self.dims)]
+            case "kv_b":
+                return absorbed(names, role, tensors[0], self.dims)
+            case "rows":
+                order = self._plan(*numbers).order
+                return [kept_rows(name, role, tensors[0], order, self.count)]
+            case _:
+                return [copied(name, role, tensors[0])]
+
+    def _stored(self, entry: Entry, tensor: BuildTensor) -> list[BuildTensor]:
+        """A trunk tensor as the profile wants it."""
+        module = tensor.name.removesuffix(".weight")
+        if entry.quantizable:
+            return quantized(tensor, self.profile.format_of(module, entry.role))
+        return [narrowed(tensor) if module.endswith(self._narrow) else tensor]
+
+
+def _check_low_bank(prune: PrunePlan, profile: Profile) -> None:
+    if prune.low and prune.low.bits >= profile.experts.bits:
+        raise UsageError(
+            f"the plan's second banks have {prune.low.bits} bits, the profile's experts have "
+            f"{profile.experts.bits}: the second bank must be the smaller one.",
+            "choose another --profile, or make the plan with fewer bits.",
         )
 
 
-def _parts(shelf: _Shelf) -> Iterator[LayerTensors]:
-    dims = shelf.dims
-    for layer in range(dims.n_layers):
-        tensors: list[BuildTensor] = []
-        for scope in _layer_scopes(dims, layer):
-            tensors += _convert(shelf, scope, layer)
-        yield f"layer {layer + 1}/{dims.n_layers}", tensors
-    yield "embeddings and head", _convert(shelf, "global")
-    if shelf.has("mm_projector."):
-        _require_vision(dims, "mm_projector")
-        yield "projector", _convert(shelf, "projector")
-    if shelf.has("vision_tower."):
-        _require_vision(dims, "vision_tower")
-        blocks = [_convert(shelf, "block", block) for block in range(dims.n_blocks)]
-        yield "vision tower", [*_convert(shelf, "vision"), *(t for block in blocks for t in block)]
+def _everything(dims: Dims) -> LayerPlan:
+    return LayerPlan(tuple(range(dims.n_experts)))
 
 
-def _layer_scopes(dims: Dims, layer: int) -> tuple[str, ...]:
-    feed_forward = ("expert", "moe") if layer in dims.moe_layers else ("dense",)
-    return (*feed_forward, "mla" if layer in dims.mla_layers else "kda", "layer")
+@cache
+def _rows(scope: str) -> list[Entry]:
+    return [entry for entry in TABLE if entry.scope == scope]
 
 
-def _require_vision(dims: Dims, prefix: str) -> None:
-    if not dims.n_blocks:
-        raise CheckpointError(
-            f"config.json has no vision_config, but the checkpoint has {prefix} tensors.",
-            download_hint("config.json"),
-        )
-
-
-def _groups(scope: str) -> Iterable[list[Entry]]:
+@cache
+def _groups(scope: str) -> list[list[Entry]]:
     """Table rows of a scope, those of one build tensor together, in the table's order."""
     groups: dict[tuple[str, ...], list[Entry]] = {}
-    for entry in TABLE:
-        if entry.scope == scope:
-            groups.setdefault(entry.build, []).append(entry)
-    return groups.values()
+    for entry in _rows(scope):
+        groups.setdefault(entry.build, []).append(entry)
+    return list(groups.values())
 
 
-def _convert(shelf: _Shelf, scope: str, *numbers: int) -> list[BuildTensor]:
-    tensors: list[BuildTensor] = []
-    for group in _groups(scope):
-        tensors += _convert_group(shelf, group, numbers)
-    return tensors
+@cache
+def _expert_rows() -> tuple[list[Entry], list[Entry]]:
+    """The rows of packed codes, and those of scales in the same order."""
+    rows = _rows("expert")
+    packed = [row for row in rows if row.source.endswith("weight_packed")]
+    return packed, [row for row in rows if row not in packed]
 
 
-def _convert_group(
-    shelf: _Shelf, group: list[Entry], numbers: tuple[int, ...]
-) -> Sequence[BuildTensor]:
-    entry, dims = group[0], shelf.dims
-    names = [name.format(*numbers) for name in entry.build]
-    name, role = names[0], entry.role
-    if entry.how == "stack":
-        keep = range(dims.n_experts)
-        check_keep(numbers[0], keep, dims.n_experts, dims.top_k)
-        experts = [shelf.take(entry, *numbers, expert) for expert in range(dims.n_experts)]
-        return [stacked(name, role, experts, keep)]
-    tensors = [shelf.take(row, *numbers) for row in group]
-    match entry.how:
-        case "join":
-            return [joined(name, role, tensors)]
-        case "conv":
-            return [joined_conv(name, role, tensors)]
-        case "a_log":
-            return [a_log(name, role, tensors[0], dims)]
-        case "kv_b":
-            return absorbed(names, role, tensors[0], dims)
-        case "rows":
-            return [kept_rows(name, role, tensors[0], range(dims.n_experts))]
-        case _:
-            return [copied(name, role, tensors[0])]
-
-
-def _shard(name: str, what: str, tensors: list[BuildTensor]) -> PlannedShard:
+def _mlx_shard(name: str, what: str, tensors: list[BuildTensor]) -> PlannedShard:
     """Experts first and big first, so that at K3's sizes each expert begins on 16 KiB."""
     ordered = sorted(
         tensors,
@@ -206,5 +243,8 @@ def _shard(name: str, what: str, tensors: list[BuildTensor]) -> PlannedShard:
             tensor.name,
         ),
     )
-    header = shard_header(PlannedShard(name, what, 0, tuple(ordered)))
-    return PlannedShard(name, what, len(header), tuple(ordered))
+    return _shard(PlannedShard(name, what, 0, tuple(ordered)))
+
+
+def _shard(shard: PlannedShard) -> PlannedShard:
+    return replace(shard, header_n_bytes=len(shard_header(shard)))

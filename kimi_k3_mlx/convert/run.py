@@ -8,24 +8,20 @@ between the two can lose it.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from converters.dense import DROP_ZERO_TAIL, apply_transform
-from converters.mxfp4 import count_nan_scales
-from kimi_k3_mlx.convert.estimate import check_fits, estimate, mount_point
+from kimi_k3_mlx.convert.disk import mount_point
+from kimi_k3_mlx.convert.estimate import check_fits, estimate
 from kimi_k3_mlx.convert.folder import check_folder, locked, open_journal
 from kimi_k3_mlx.convert.plan import shard_header
-from kimi_k3_mlx.convert.sidecars import (
-    check_readable,
-    index_bytes,
-    json_bytes,
-    manifest_bytes,
-    sidecar_names,
-)
-from kimi_k3_mlx.errors import DoesNotFitError, InterruptedBuildError, KimiError
+from kimi_k3_mlx.convert.shards import ShardJob, pattern_of
+from kimi_k3_mlx.convert.sidecars import index_bytes, json_bytes, manifest_bytes, read_sidecars
+from kimi_k3_mlx.errors import DoesNotFitError, HubError, InterruptedBuildError, KimiError
 from kimi_k3_mlx.schema import (
     BuildPlan,
     BuildTensor,
@@ -43,6 +39,7 @@ from kimi_k3_mlx.tensors.writer import ShardWriter, partial_path, publish, sync_
 from kimi_k3_mlx.units import format_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+CHECKPOINT_BYTES = 1 << 30  # what a killed run copies or downloads again at most
 CONTINUE = "run the same command again to continue."
 
 
@@ -57,10 +54,23 @@ class BuildSummary:
     """Shards that were already finished."""
     n_bytes: int
     nan_scales: int
+    changed: tuple[Changed, ...]
+    """Every tensor whose values are not the source's, by pattern."""
 
     def to_json(self) -> Json:
         """A JSON object."""
         return {"version": 1} | asdict(self)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Tensors that were rounded: `name` has `*` for the numbers of layers."""
+
+    name: str
+    n_tensors: int
+    stored_as: str
+    error: float
+    """‖ŵ−w‖ / ‖w‖ over all of them."""
 
 
 def run(
@@ -77,8 +87,8 @@ def run(
     With `overwrite`, a build of ours that lies in the folder is deleted and written anew. What can
     be refused is refused before the folder is made or anything is deleted: UsageError for a folder
     that is not this build's, DoesNotFitError for a full disk (not with `force`), CheckpointError
-    for values that can't be converted. Afterwards InterruptedBuildError and DoesNotFitError leave
-    a folder that the same call, without `overwrite`, continues.
+    for values that can't be converted. Afterwards InterruptedBuildError, DoesNotFitError and
+    HubError leave a folder that the same call, without `overwrite`, continues.
     """
     out = Path(out)
     with _refusals(out), source.reader() as reader:
@@ -87,7 +97,7 @@ def run(
             (out / JOURNAL).unlink(missing_ok=True)
             records = {shard.name: shard for shard in found.shards}
             return _summary(plan, out, records, len(plan.shards))
-        check_readable(source.path)
+        sidecars = read_sidecars(plan, source)
         _check_values(plan, reader)
         if not force:
             check_fits(estimate(plan, out, overwrite=overwrite))
@@ -96,8 +106,8 @@ def run(
             journal = open_journal(plan, source, out, overwrite=overwrite)
             job = _Job(plan, out, journal, progress)
             with job.explained():
-                n_reused = job.write_shards(reader)
-                job.finish(source.path)
+                n_reused = job.write_shards(source, reader)
+                job.finish(sidecars)
     return _summary(plan, out, job.journal.records, n_reused)
 
 
@@ -110,26 +120,25 @@ class _Job:
         self.journal = journal
         self._progress = progress
         self._n_done = 0
-        self._n_nan = 0
         self._what = ""
 
-    def write_shards(self, reader: Reader) -> int:
+    def write_shards(self, source: Source, reader: Reader) -> int:
         """Write every shard that is not finished; return how many were."""
         missing = [shard for shard in self.plan.shards if not self._recover(shard)]
         for shard in missing:
             if shard.name in self.journal.records:
                 self.journal.forget(shard.name)
             self._what = shard.what
-            self.journal.record(self._write(shard, reader))
+            self.journal.record(self._write(shard, source, reader))
             publish(self.out / shard.name)
         return len(self.plan.shards) - len(missing)
 
-    def finish(self, source: Path) -> None:
+    def finish(self, sidecars: dict[str, bytes]) -> None:
         """Manifest, sidecars, index; then config.json, after which the folder loads."""
-        sidecars = {name: (source / name).read_bytes() for name in sidecar_names(source)}
         manifest = manifest_bytes(self.plan, self.journal.records, sidecars)
         write_file(self.out / MANIFEST, manifest)  # first, as it lists what may be deleted
         for name, content in sidecars.items():
+            (self.out / name).parent.mkdir(exist_ok=True)
             write_file(self.out / name, content)
         write_file(self.out / INDEX, index_bytes(self.plan))
         write_file(self.out / CONFIG, json_bytes(self.plan.config))
@@ -145,6 +154,10 @@ class _Job:
             raise InterruptedBuildError(
                 f"interrupted after {self._achieved()}.", CONTINUE
             ) from error
+        except HubError as error:
+            error.message += f" The build stopped after {self._achieved()}."
+            error.hint += f" Then {CONTINUE}"
+            raise
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise DoesNotFitError(
@@ -172,31 +185,26 @@ class _Job:
         self._n_done += shard.n_bytes
         return True
 
-    def _write(self, shard: PlannedShard, reader: Reader) -> ShardRecord:
-        self._n_nan = 0
-        with ShardWriter(self.out / shard.name, shard_header(shard)) as writer:
+    def _write(self, shard: PlannedShard, source: Source, reader: Reader) -> ShardRecord:
+        kept = self._partial(shard)
+        with ShardWriter(self.out / shard.name, shard_header(shard), kept.n_bytes) as writer:
             self._advance(writer.n_bytes)
-            for tensor in shard.tensors:
-                for block in self._blocks(tensor, reader):
-                    writer.write(block)
-                    self._advance(len(block))
-            if writer.n_bytes != shard.n_bytes:
-                raise KimiError(
-                    f"{shard.name} came to {writer.n_bytes:,} bytes, {shard.n_bytes:,} planned."
-                )
-            sha256 = writer.finish()
-        return ShardRecord(shard.name, shard.n_bytes, sha256, self._n_nan)
+            checkpoint = _Checkpoints(writer, kept.n_bytes)
+            job = ShardJob(shard, source, reader, writer, kept)
+            for n_bytes in job.steps():
+                self._advance(n_bytes)
+                if n_safe := checkpoint.due():
+                    self.journal.checkpoint(job.record(n_safe))
+            return job.record(shard.n_bytes, writer.finish())
 
-    def _blocks(self, tensor: BuildTensor, reader: Reader) -> Iterator[bytes | memoryview]:
-        blocks = (block for span in tensor.spans for block in reader.blocks(span))
-        if tensor.transform is not None:
-            yield apply_transform(tensor, b"".join(map(bytes, blocks)))
-        elif tensor.role == "expert" and tensor.name.endswith(".scales"):
-            for block in blocks:
-                self._n_nan += count_nan_scales(block)
-                yield block
-        else:
-            yield from blocks
+    def _partial(self, shard: PlannedShard) -> ShardRecord:
+        """What an earlier run left of a shard and knows to be on the disk; else nothing."""
+        partial = self.journal.partial
+        if partial is not None and partial.name == shard.name:
+            size = file_size(partial_path(self.out / shard.name))
+            if size is not None and partial.n_bytes <= size:
+                return partial
+        return ShardRecord(shard.name, 0, "")
 
     def _advance(self, n_bytes: int) -> None:
         self._n_done += n_bytes
@@ -229,11 +237,26 @@ def _refusals(out: Path) -> Iterator[None]:
         ) from error
 
 
+class _Checkpoints:
+    """Makes a partial shard durable from time to time, so that a resumed run can keep it."""
+
+    def __init__(self, writer: ShardWriter, n_kept: int) -> None:
+        self._writer = writer
+        self._at = n_kept
+
+    def due(self) -> int:
+        """How many bytes are safe now, if it was time to see to that; else 0."""
+        if self._writer.n_bytes - self._at < CHECKPOINT_BYTES:
+            return 0
+        self._at = self._writer.n_bytes
+        return self._writer.checkpoint()
+
+
 def _check_values(plan: BuildPlan, reader: Reader) -> None:
     """Read the few small tensors whose values decide whether the build is possible."""
     for tensor in plan.tensors:
         if tensor.transform == DROP_ZERO_TAIL:
-            apply_transform(tensor, reader.read(tensor.spans[0].tensor))
+            apply_transform(tensor, reader.read(tensor.spans[0]))
 
 
 def _summary(
@@ -246,4 +269,17 @@ def _summary(
         n_reused=n_reused,
         n_bytes=plan.n_bytes,
         nan_scales=sum(shard.nan_scales for shard in records.values()),
+        changed=tuple(_changed(plan, records.values())),
     )
+
+
+def _changed(plan: BuildPlan, records: Iterable[ShardRecord]) -> Iterator[Changed]:
+    tensors: dict[str, list[BuildTensor]] = defaultdict(list)
+    for tensor in plan.tensors:
+        if tensor.is_rounded:
+            tensors[pattern_of(tensor.name)].append(tensor)
+    losses = [record.losses for record in records]
+    for name, members in sorted(tensors.items()):
+        error, norm = (sum(loss[name][i] for loss in losses if name in loss) for i in (0, 1))
+        stored_as = str(members[0].quantization or members[0].dtype)
+        yield Changed(name, len(members), stored_as, (error / norm) ** 0.5 if norm else 0.0)

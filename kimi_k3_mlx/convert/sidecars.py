@@ -1,7 +1,7 @@
-"""The small files of a build: copies from the source, the index, the manifest.
+"""The small files of a build: copies from the source, our model file, the index, the manifest.
 
-Input: the source's folder and the plan. Output: file names and bytes. Code (`*.py`) is never
-copied: a uniform build runs without any.
+Input: the source and the plan. Output: file names and bytes. The source's code (`*.py`) goes only
+into its own layout; ours only into builds that stock mlx-lm can't load.
 """
 
 from __future__ import annotations
@@ -9,16 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Iterator
 from fnmatch import fnmatch
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
+from converters.config import MODEL_FILE
 from kimi_k3_mlx import __version__
 from kimi_k3_mlx.schema import LOST, BuildPlan, Json, Manifest, ShardRecord
 from kimi_k3_mlx.tensors.header import file_size
-from kimi_k3_mlx.tensors.source import CONFIG, MANIFEST, read_json
+from kimi_k3_mlx.tensors.journal import JOURNAL
+from kimi_k3_mlx.tensors.local import read_json
+from kimi_k3_mlx.tensors.source import CONFIG, INDEX, MANIFEST, Source
 
+PRUNE_PLAN = "prune_plan.json"
+ROOT_FILES = ("kimi_k3", "kimi_k3_vl")
 PATTERNS = (
     "tokenizer*",
     "*tiktoken*",
@@ -34,22 +42,52 @@ PATTERNS = (
 )
 
 
-def sidecar_names(folder: Path) -> list[str]:
-    """Files of the source that a build carries, sorted; a folder counts if it is named like one."""
-    entries = (entry for entry in folder.iterdir() if entry.suffix or not entry.is_dir())
-    return sorted(entry.name for entry in entries if is_sidecar(entry.name))
+def sidecar_names(plan: BuildPlan, source: Source) -> list[str]:
+    """The small files beside the shards, sorted: copies from the source, and what we add."""
+    added = [PRUNE_PLAN] if plan.prune else []
+    if MODEL_FILE in plan.config.values():
+        added += [name for name, _ in _root_files()]
+    return sorted(copied_names(plan, source) + added)
 
 
-def check_readable(folder: Path) -> None:
-    """Raise OSError for a sidecar that can't be read, or is a folder or a dangling link."""
-    for name in sidecar_names(folder):
-        with (folder / name).open("rb") as file:
-            file.read(1)
+def copied_names(plan: BuildPlan, source: Source) -> list[str]:
+    """The source's small files that a build carries, sorted."""
+    wanted = is_verbatim if plan.profile.layout == "moonshot" else is_sidecar
+    return [name for name in source.files() if wanted(name)]
+
+
+def read_sidecars(plan: BuildPlan, source: Source) -> dict[str, bytes]:
+    """Name and content of every small file; raises OSError or HubError for an unreadable one."""
+    files = {name: source.read_file(name) for name in copied_names(plan, source)}
+    if plan.prune:
+        files[PRUNE_PLAN] = plan.prune.to_text().encode()
+    if MODEL_FILE in plan.config.values():
+        files |= {name: path.read_bytes() for name, path in _root_files()}
+    return dict(sorted(files.items()))
 
 
 def is_sidecar(name: str) -> bool:
-    """Whether a build carries a source's file of this name."""
+    """Whether an MLX build carries a source's file of this name."""
     return not name.endswith(".py") and any(fnmatch(name, pattern) for pattern in PATTERNS)
+
+
+def is_verbatim(name: str) -> bool:
+    """Whether a pruned checkpoint carries it: all but weights, their records and the model card."""
+    records = (CONFIG, INDEX, MANIFEST, JOURNAL, PRUNE_PLAN, "README.md")
+    return not name.startswith(".") and not name.endswith(".safetensors") and name not in records
+
+
+def _root_files() -> Iterator[tuple[str, Path]]:
+    """Our model files, under the names that they have in a build."""
+    for name in ROOT_FILES:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        path = Path(spec.origin)
+        if path.name == "__init__.py":
+            yield from ((f"{name}/{file.name}", file) for file in sorted(path.parent.glob("*.py")))
+        else:
+            yield path.name, path
 
 
 def index_bytes(plan: BuildPlan) -> bytes:
@@ -62,17 +100,17 @@ def manifest_bytes(
     plan: BuildPlan, records: dict[str, ShardRecord], sidecars: dict[str, bytes]
 ) -> bytes:
     """`kimi_k3_mlx.json`: no dates, so that equal builds have equal manifests."""
+    tools = {"numpy": np.__version__, "python": platform.python_version()}
+    if any(tensor.quantization for tensor in plan.tensors):
+        tools["mlx"] = metadata.version("mlx")
     manifest = Manifest(
         plan_sha256=plan.sha256,
         profile=plan.profile.to_json(),
+        prune_sha256=plan.prune.sha256 if plan.prune else None,
         source=plan.source,
         shards=tuple(records[shard.name] for shard in plan.shards),
         sidecars={name: hashlib.sha256(content).hexdigest() for name, content in sidecars.items()},
-        tools={
-            "kimi_k3_mlx": __version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        tools={"kimi_k3_mlx": __version__, **tools},
     )
     return json_bytes(manifest.to_json())
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from converters.config import read_dims
 from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.schema import Json
-from kimi_k3_mlx.tensors.source import CONFIG, open_source, read_json
+from kimi_k3_mlx.tensors.local import open_source, read_json
+from kimi_k3_mlx.tensors.source import CONFIG
 
 TOKENIZER = "tokenizer.json"
 OTHER_JSON = (TOKENIZER, "tokenizer_config.json", "generation_config.json")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_k3_mlx.cli import convert
+from kimi_k3_mlx.cli import _build
 from tests.cli.conftest import Run, program
 from tests.convert.damage import LAYER, values_of
 from tests.tiny_k3 import TinyConfig, write_source
@@ -33,6 +33,7 @@ def test_converts_and_says_what_it_did(kimi: Run, tiny_source: Path, tmp_path: P
         "vision tower",
     ]
     assert lines[-1].startswith(f"{tmp_path / 'out'}: 8 shards, 1.19 MB in ")
+    assert lines[-1].endswith(", every tensor bit-equal to the source's")
     assert (tmp_path / "out" / "config.json").is_file()
 
 
@@ -71,7 +72,7 @@ def test_dry_run_reads_no_tensor_and_writes_nothing(
     def refuse(*args: object) -> None:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr("kimi_k3_mlx.tensors.source.Reader.blocks", refuse)
+    monkeypatch.setattr("kimi_k3_mlx.tensors.local.LocalReader.blocks", refuse)
     out = tmp_path / "out"
     result = kimi("convert", "--hf-path", tiny_source, "--mlx-path", out, "--dry-run")
     assert (result.code, result.err) == (0, "")
@@ -193,10 +194,10 @@ def test_the_question_takes_only_yes(
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
     if agreed:
-        convert.confirm("delete?", yes=False)
+        _build.confirm("delete?", yes=False)
     else:
         with pytest.raises(UsageError, match="nothing was deleted"):
-            convert.confirm("delete?", yes=False)
+            _build.confirm("delete?", yes=False)
 
 
 def test_overwrite_of_a_new_folder_asks_nothing(

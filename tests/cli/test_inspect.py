@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 from kimi_k3_mlx.convert.inventory import take_inventory
+from kimi_k3_mlx.tensors.local import open_source
 from tests.cli.conftest import Run, program
-from tests.tiny_k3 import REAL_EXPERT_COUNT, write_json, write_source
+from tests.tiny_k3 import REAL_EXPERT_COUNT, write_source
 
 
 def test_a_source_in_a_screenful(kimi: Run, tiny_source: Path) -> None:
@@ -59,7 +60,7 @@ def test_offsets_point_at_the_bytes(kimi: Run, tiny_source: Path) -> None:
 
 def test_parameters_of_real_expert_counts(tmp_path: Path) -> None:
     """Two codes a byte, scales not counted."""
-    inventory = take_inventory(write_source(tmp_path, REAL_EXPERT_COUNT))
+    inventory = take_inventory(open_source(write_source(tmp_path, REAL_EXPERT_COUNT)))
     (expert,) = (part for part in inventory.parts if part.role == "expert")
     assert inventory.experts == (896, 896, 896)
     assert expert.parameters == 3 * 896 * 3 * 32 * 32
@@ -72,20 +73,17 @@ def test_json_survives_a_terminal_without_the_character(tiny_source: Path, tmp_p
     assert json.loads(result.out)["path"] == str(path)
 
 
-def test_a_quantized_build_of_another_tool_is_named(
-    kimi: Run, tiny_build: Path, tmp_path: Path
+def test_parameters_of_quantized_builds_are_those_of_the_source(
+    kimi: Run, tiny_source: Path, tmp_path: Path
 ) -> None:
-    """`mlx_lm.convert -q` quantizes the head as well."""
-    build = shutil.copytree(tiny_build, tmp_path / "build")
-    index = json.loads((build / "model.safetensors.index.json").read_text())
-    index["weight_map"]["language_model.lm_head.scales"] = "model-00001-of-000008.safetensors"
-    write_json(build / "model.safetensors.index.json", index)
-    result = kimi("inspect", build)
-    assert result.code == 1
-    assert result.err.startswith(
-        f"kimi-k3: error: {build} is a quantized build of another tool "
-        "(it has tensor language_model.lm_head.scales); "
+    """Whatever the bits: codes count, scales and biases don't; A_log loses its padding."""
+    out = tmp_path / "out"
+    args = ("--profile", "q3-q8", "--q-bits", "5", "--q-group-size", "32", "--allow-requantize")
+    assert kimi("convert", "--hf-path", tiny_source, "--mlx-path", out, *args, "-q").code == 0
+    before, after = (
+        json.loads(kimi("inspect", path, "--json").out)["parameters"] for path in (tiny_source, out)
     )
+    assert after == before - 3 * 30
 
 
 def test_a_damaged_build_is_made_again_a_source_downloaded(

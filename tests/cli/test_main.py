@@ -29,7 +29,7 @@ USAGE_ERRORS = {
         "unknown option --mlxpath for kimi-k3 verify.",
         "did you mean --mlx-path?",
     ),
-    "inspect": ("the following arguments are required: PATH.", "kimi-k3 inspect --help"),
+    "inspect": ("the following arguments are required: PATH|REPO.", "kimi-k3 inspect --help"),
     "inspect a b": ("unrecognized arguments: b.", "kimi-k3 inspect --help"),
     "generate --model x -p y -m 0": (
         "argument -m/--max-tokens: '0' is not a whole number of at least 1.",
@@ -42,14 +42,6 @@ USAGE_ERRORS = {
     "generate --model x -p y --temp nan": (
         "argument --temp: 'nan' is not a number of at least 0.",
         "kimi-k3 generate --help",
-    ),
-    "inspect moonshotai/Kimi-K3": (
-        "moonshotai/Kimi-K3 is not a folder.",
-        "fetch it first: kimi-k3 download moonshotai/Kimi-K3 --local-dir ./Kimi-K3",
-    ),
-    "convert --hf-path moonshotai/Kimi-K3": (
-        "moonshotai/Kimi-K3 is not a folder.",
-        "fetch it first: kimi-k3 download moonshotai/Kimi-K3 --local-dir ./Kimi-K3",
     ),
     "generate --model mlx-community/K3 -p x": (
         "mlx-community/K3 is not a folder.",

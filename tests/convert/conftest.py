@@ -12,7 +12,8 @@ from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
 from kimi_k3_mlx.schema import BuildPlan
-from kimi_k3_mlx.tensors.source import Source, open_source
+from kimi_k3_mlx.tensors.local import open_source
+from kimi_k3_mlx.tensors.source import Source
 
 Planned = tuple[BuildPlan, Source]
 

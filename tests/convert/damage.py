@@ -42,7 +42,7 @@ def editing(folder: Path, name: str) -> Iterator[Tensors]:
         infos.append(TensorInfo(tensor, dtype, shape, begin, begin + len(content)))
         begin += len(content)
     body = b"".join(content for *_, content in tensors.values())
-    path.write_bytes(encode_header(infos, header.metadata) + body)
+    replaced(path, encode_header(infos, header.metadata) + body)
     with changing_json(folder / INDEX) as index:
         for gone in before - set(tensors):
             del index["weight_map"][gone]
@@ -61,7 +61,20 @@ def values_of(folder: Path, name: str) -> Iterator[np.ndarray]:
     window = memoryview(content)[begin : begin + info.n_bytes]
     yield np.frombuffer(window, WORDS[info.dtype]).reshape(info.shape)
     window.release()
+    replaced(path, bytes(content))
+
+
+def replaced(path: Path, content: bytes) -> None:
+    """Write a file anew: another name of the old one, if it is a link, keeps what it had."""
+    path.unlink()
     path.write_bytes(content)
+
+
+def stored_parts(folder: Path, module: str) -> list[str]:
+    """The tensors of a module, quantized or not."""
+    weight_map = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    names = [f"{module}{part}" for part in ("", ".weight", ".scales", ".biases")]
+    return [name for name in names if name in weight_map]
 
 
 @contextmanager
@@ -69,7 +82,7 @@ def changing_json(path: Path) -> Iterator[dict[str, Any]]:
     """A JSON file as an object; changes are written."""
     value = json.loads(path.read_text("utf-8"))
     yield value
-    path.write_text(json.dumps(value), "utf-8")
+    replaced(path, json.dumps(value).encode())
 
 
 @contextmanager

@@ -4,8 +4,9 @@
 
 Counts the calls that change the disk in one whole run. Then, for a choice of them, a forked child
 converts and kills itself with SIGKILL there (in mid-write for a write); the parent looks at what is
-left, runs the same conversion again and compares trees. Then the same with runs that overwrite a
-build of OTHER_SOURCE. Prints JSON: one object for each kill.
+left, runs the same conversion again and compares trees. Then the same, at fewer moments, with a
+quantized trunk, and with runs that overwrite a build of OTHER_SOURCE. Prints JSON: one object for
+each kill.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kimi_k3_mlx.convert import run as run_module
 from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
 from kimi_k3_mlx.schema import BuildPlan
 from kimi_k3_mlx.tensors.journal import read_journal
-from kimi_k3_mlx.tensors.source import Source, open_source
+from kimi_k3_mlx.tensors.local import open_source
+from kimi_k3_mlx.tensors.source import Source
 from kimi_k3_mlx.tensors.writer import partial_path
 from tests.convert.damage import tree
 
 CALLS = ("pwrite", "fsync", "replace", "unlink", "mkdir", "truncate")
 WRITES_BETWEEN_KILLS = 30
+COMPUTED_BETWEEN_KILLS = 12
 
 
 @contextmanager
@@ -136,8 +141,49 @@ def overwritten(plan: BuildPlan, source: Source, old: Path, scratch: Path) -> di
     return outcomes
 
 
+def quantized(source: Source, scratch: Path) -> dict[str, Any]:
+    """Die at a few moments of a conversion that computes and writes out of order.
+
+    MLX's threads don't survive a fork: every run has a child of its own.
+    """
+    plan = plan_build(source, load_profile("mxfp4-q8"))
+    whole, calls = scratch / "quantized", scratch / "calls.json"
+
+    def count() -> None:
+        with watched(None) as made:
+            run(plan, source, whole)
+        calls.write_text(json.dumps(made))
+
+    in_child(count)
+    made = json.loads(calls.read_text())
+    outcomes = {}
+    for number in chosen(made)[3::COMPUTED_BETWEEN_KILLS]:
+        out = scratch / f"quantized-{number}"
+        killed = in_child(partial(run_watched, plan, source, out, number))
+        in_child(partial(run_watched, plan, source, out, None))
+        outcomes[f"{number} {made[number]}"] = {"killed": killed, "tree": tree(out)}
+    return {"whole": tree(whole), "kills": outcomes}
+
+
+def run_watched(plan: BuildPlan, source: Source, out: Path, stop_at: int | None) -> None:
+    """A run that dies at call number `stop_at`."""
+    with watched(stop_at):
+        run(plan, source, out)
+
+
+def in_child(work: Callable[[], None]) -> bool:
+    """Do it in a forked process; return whether that was killed."""
+    child = os.fork()
+    if not child:
+        work()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
 def main(source_path: Path, other_path: Path, scratch: Path) -> None:
     """Convert once in peace, then die at each chosen moment."""
+    run_module.CHECKPOINT_BYTES = 40_000  # three in a shard of these sizes
     source, other = open_source(source_path), open_source(other_path)
     plan = plan_build(source, load_profile("mxfp4"))
     run(plan_build(other, load_profile("mxfp4")), other, scratch / "old")
@@ -150,7 +196,9 @@ def main(source_path: Path, other_path: Path, scratch: Path) -> None:
         shutil.rmtree(out)
     whole = tree(scratch / "whole")
     again = overwritten(plan, source, scratch / "old", scratch)
-    sys.stdout.write(json.dumps({"whole": whole, "kills": kills, "overwritten": again}))
+    computed = quantized(source, scratch)
+    outcome = {"whole": whole, "kills": kills, "overwritten": again, "quantized": computed}
+    sys.stdout.write(json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,14 @@ def test_finished_shards_are_never_written_again(kills: dict[str, Kill]) -> None
     assert max(len(kill["finished"]) for kill in kills.values()) == 4
 
 
+def test_a_quantized_build_ends_as_if_nothing_had_happened(outcome: dict[str, Any]) -> None:
+    kills = outcome["quantized"]["kills"]
+    assert len(kills) >= 5
+    for moment, kill in kills.items():
+        assert kill["killed"], moment
+        assert kill["tree"] == outcome["quantized"]["whole"], moment
+
+
 def test_what_loads_is_finished(kills: dict[str, Kill]) -> None:
     """config.json is there only when nothing else will change any more."""
     assert {m: k["changed_though_loadable"] for m, k in kills.items() if k["loads"]}

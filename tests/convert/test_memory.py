@@ -14,7 +14,7 @@ from pathlib import Path
 from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
-from kimi_k3_mlx.tensors.source import open_source
+from kimi_k3_mlx.tensors.local import open_source
 source = open_source(Path(sys.argv[1]))
 run(plan_build(source, load_profile("mxfp4")), source, Path(sys.argv[2]))
 assert "mlx" not in sys.modules, "converting must not need MLX"

@@ -11,7 +11,7 @@ import pytest
 from kimi_k3_mlx.convert.plan import plan_build, shard_header
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.errors import CheckpointError
-from kimi_k3_mlx.tensors.source import open_source
+from kimi_k3_mlx.tensors.local import open_source
 from tests.convert.conftest import Planned, planned
 from tests.convert.damage import LAYER, changing_config, editing
 from tests.tiny_k3 import TinyConfig, write_source

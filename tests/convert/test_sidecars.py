@@ -1,10 +1,10 @@
-"""Which small files a build carries: tokenizer and licence yes, code never."""
+"""Which small files a build carries: tokenizer and licence yes, the source's code never."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kimi_k3_mlx.convert.sidecars import json_bytes, read_manifest, sidecar_names
+from kimi_k3_mlx.convert.sidecars import is_sidecar, is_verbatim, json_bytes, read_manifest
 
 CARRIED = [
     "LICENSE",
@@ -35,11 +35,19 @@ LEFT = [
 ]
 
 
-def test_what_is_carried(tmp_path: Path) -> None:
-    for name in CARRIED + LEFT:
-        (tmp_path / name).write_text("")
-    (tmp_path / "tokenizer").mkdir()
-    assert sidecar_names(tmp_path) == sorted(CARRIED)
+def test_what_is_carried() -> None:
+    assert [name for name in CARRIED + LEFT if is_sidecar(name)] == CARRIED
+
+
+def test_a_pruned_checkpoint_carries_its_code_but_not_the_card() -> None:
+    """vLLM reads K3's own config and tokenizer code; the card describes the unpruned model."""
+    carried = [name for name in CARRIED + LEFT if is_verbatim(name)]
+    assert carried == [
+        *CARRIED,
+        "modeling_kimi_k3.py",
+        "tokenization_kimi.py",
+        "tokenizer_tools.py",
+    ]
 
 
 def test_json_is_readable_and_ends_in_a_newline() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from converters.config import QUANTIZATION, build_config, check_source, read_dims
+from converters.config import build_config, check_source, pruned_config, read_dims
 from kimi_k3_mlx.errors import CheckpointError
+from kimi_k3_mlx.prune_plan import LayerPlan, keep_first
+from kimi_k3_mlx.schema import MXFP4, Quantization
 
 K3: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "golden/k3_config.json").read_text("utf-8")
@@ -150,7 +153,7 @@ def test_every_block_that_is_present_must_state_the_format(
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ([], ("quantization", QUANTIZATION), "it is a build, not a source"),
+        ([], ("quantization", MXFP4.to_json()), "it is a build, not a source"),
         (["text_config"], ("expert_counts", [8]), "text_config.expert_counts is set, which only b"),
     ],
 )
@@ -205,18 +208,38 @@ def test_the_config_of_a_build(config: dict[str, Any]) -> None:
     for holder in (config, config["text_config"]):
         holder["model_file"] = "evil.py"
     before = copy.deepcopy(config)
-    built = build_config(config)
+    built = build_config(config, read_dims(config), MXFP4, {}, None)
     assert config == before
-    assert (
-        built.pop("quantization")
-        == QUANTIZATION
-        == {
-            "group_size": 32,
-            "bits": 4,
-            "mode": "mxfp4",
-        }
-    )
+    assert built.pop("quantization") == {"group_size": 32, "bits": 4, "mode": "mxfp4"}
     for holder in (config, config["text_config"]):
         for field in ("quantization_config", "auto_map", "model_file"):
             holder.pop(field, None)
     assert built == config
+
+
+def test_modules_unlike_the_experts_have_an_entry(config: dict[str, Any]) -> None:
+    eight = Quantization("affine", 8, 64)
+    built = build_config(config, read_dims(config), MXFP4, {"a.b": eight, "a.c": MXFP4}, None)
+    assert built["quantization"] == {
+        "group_size": 32, "bits": 4, "mode": "mxfp4",
+        "a.b": {"group_size": 64, "bits": 8, "mode": "affine"},
+    }  # fmt: skip
+
+
+def test_expert_counts_of_a_plan(config: dict[str, Any]) -> None:
+    """A uniform build needs no code of ours; others name our model file."""
+    dims = read_dims(config)
+    uniform = keep_first(242, 896, dims.moe_layers)
+    built = build_config(config, dims, MXFP4, {}, uniform)
+    assert built["text_config"]["num_experts"] == 242
+    assert "model_file" not in built
+    assert "expert_counts" not in built["text_config"]
+    layers = uniform.layers | {5: LayerPlan(tuple(range(20)), (7, 9))}
+    text = (built := build_config(config, dims, MXFP4, {}, replace(uniform, layers=layers)))[
+        "text_config"
+    ]
+    assert built["model_file"] == "kimi_k3.py"
+    assert text["expert_counts"] == [0, *[242] * 4, 20, *[242] * 87]
+    assert text["low_expert_counts"] == [*[0] * 5, 2, *[0] * 87]
+    assert pruned_config(config, uniform)["text_config"]["num_experts"] == 242
+    assert pruned_config(config, None) == config

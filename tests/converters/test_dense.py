@@ -20,7 +20,7 @@ from converters.dense import (
 )
 from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.schema import BuildTensor, TensorInfo
-from kimi_k3_mlx.tensors.source import open_source
+from kimi_k3_mlx.tensors.local import open_source
 
 RNG = np.random.default_rng(0)
 Arrays = dict[str, np.ndarray]

@@ -8,7 +8,7 @@ import pytest
 
 from converters.names import TABLE, Parsed, parse_name, role_of
 from kimi_k3_mlx.errors import CheckpointError
-from kimi_k3_mlx.tensors.source import open_source
+from kimi_k3_mlx.tensors.local import open_source
 
 EXPERT = "language_model.model.layers.17.block_sparse_moe.experts.5."
 STACK = "language_model.model.layers.17.mlp.switch_mlp."

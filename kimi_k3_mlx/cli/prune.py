@@ -1,0 +1,56 @@
+"""Write a pruned checkpoint in Moonshot's own layout, which vLLM and SGLang serve.
+
+Experts that go are dropped, those that stay are renumbered in ascending order, router rows and
+correction bias with them; every tensor that stays is copied byte for byte. Needs no MLX. After an
+interruption the same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kimi_k3_mlx.cli._build import dry_run_or_build, writing_options
+from kimi_k3_mlx.cli._options import (
+    Parser,
+    common_options,
+    opened,
+    read_prune_plan,
+    source_options,
+)
+from kimi_k3_mlx.errors import KimiError
+
+USAGE = "--hf-path DIR|REPO --prune-plan FILE [--out DIR] [options]"
+EXAMPLES = (
+    "kimi-k3 prune --hf-path ./Kimi-K3 --prune-plan plan.json --dry-run",
+    "kimi-k3 prune --hf-path ./Kimi-K3 --prune-plan plan.json --out ./Kimi-K3-pruned",
+)
+PROFILE = "moonshot"
+
+
+def add_options(parser: Parser) -> None:
+    """Declare the options."""
+    source_options(parser)
+    group = parser.add_argument_group("checkpoint")
+    group.add_argument(
+        "--prune-plan", metavar="FILE", required=True, help="plan that says which experts stay"
+    )
+    group.add_argument("--out", metavar="DIR", help="output folder (default: SOURCE-EXPERTS, here)")
+    writing_options(parser)
+    common_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan, then estimate or write."""
+    from kimi_k3_mlx.convert.plan import plan_build
+    from kimi_k3_mlx.convert.profiles import load_profile
+
+    prune = read_prune_plan(args.prune_plan)
+    source = opened(args.source, args.revision)
+    plan = plan_build(source, load_profile(PROFILE), prune)
+    default = f"{source.name}-{plan.config['text_config']['num_experts']}-experts"
+    try:
+        dry_run_or_build(args, plan, source, Path(args.out or default))
+    except KimiError as error:
+        error.hint = error.hint.replace("--mlx-path", "--out")
+        raise
