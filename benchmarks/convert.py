@@ -5,9 +5,10 @@ cp of as many bytes, on a source with K3's expert sizes; all with fsync, all fro
 ours with SHA-256. Memory: peak of a passthrough over that of a bare interpreter with numpy.
 Planning: opening and planning all of K3, from sparse files that hold nothing but headers.
 
-Speed depends on what else the machine does: the ratio of a round is with the cp of that round.
+Speed depends on what else the machine does: the ratio of a round is with the cp of that round. A
+copy of less than about 2 GB ends in caches below the system's own, and measures these.
 
-    python -m benchmarks.convert [--dir DIR] [--gb 2] [--rounds 5] [--only TABLE]
+    python -m benchmarks.convert [--dir DIR] [--gb 8] [--rounds 3] [--only TABLE]
 """
 
 from __future__ import annotations
@@ -322,8 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Make the sources, measure, print, remove everything."""
     parser = argparse.ArgumentParser(description="The converter's speed and memory.")
     parser.add_argument("--dir", type=Path, help="where to make sources and builds")
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the source for speed")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gb", type=float, default=8.0, help="size of the source for speed")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("speed", "memory", "planning"), help="one table")
     args = parser.parse_args(arguments)
     n_layers = ceil(args.gb * 1e9 / LAYER_BYTES)

@@ -105,7 +105,6 @@ class ShardJob:
             yield block
 
     def _read(self, n_bytes: int) -> bytes:
-        self._writer.settle()  # the block before is hashed from a buffer that is now reused
         return b"".join(map(bytes, self._take(n_bytes)))
 
     def _write(self, offset: int, block: bytes | memoryview) -> int:
@@ -156,7 +155,6 @@ class ShardJob:
             yield from (data[begin : begin + size] for begin in range(0, len(data), size))
             return
         rows = bytearray()
-        self._writer.settle()
         for block in self._take(matrix.n_read):
             rows += block
             if len(rows) >= size:

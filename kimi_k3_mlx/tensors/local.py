@@ -70,12 +70,12 @@ class LocalSource(Source):
 
 
 class LocalReader(Reader):
-    """Reads through two reused buffers in turn; keeps shards open until exit."""
+    """Reads through one reused buffer; keeps shards open until exit."""
 
     def __init__(self, source: LocalSource) -> None:
         self._source = source
         self._files: dict[str, int] = {}
-        self._buffers = [memoryview(bytearray(BUFFER_BYTES)) for _ in range(2)]
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
 
     def __exit__(
         self,
@@ -108,8 +108,7 @@ class LocalReader(Reader):
     def _blocks(self, place: _Place) -> Iterator[memoryview]:
         position = place.begin
         while position < place.end:
-            self._buffers.reverse()
-            block = self._buffers[0][: place.end - position]
+            block = self._buffer[: place.end - position]
             if (n_read := fill(place.file, block, position)) < len(block):
                 raise CheckpointError(
                     f"{place.shard} became shorter while it was read: tensor {place.tensor} "

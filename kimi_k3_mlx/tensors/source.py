@@ -100,7 +100,7 @@ class Reader(ABC):
     def blocks(self, spans: Iterable[Span]) -> Iterator[memoryview]:
         """The spans' bytes in order; a block never crosses from one span into the next.
 
-        A block stays valid while the next one is read, and no longer. Raises CheckpointError for
+        A block is valid until the next one is asked for. Raises CheckpointError for
         a file that is shorter than its header says, HubError when the Hub fails for good.
         """
 

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import sys
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,13 +19,15 @@ from kimi_k3_mlx.errors import CheckpointError
 
 PARTIAL = ".partial"
 FLUSH_BYTES = 8 << 20
+RING_BYTES, RING_BUFFERS = 1 << 20, 8
 
 
 class ShardWriter:
-    """Writes a shard to `path` + `.partial`, hashing in a thread what comes in file order.
+    """Writes a shard to `path` + `.partial` in a thread, and hashes there what comes in file order.
 
-    With `n_kept`, continues the partial file after that many bytes, which are hashed again. An
-    exception inside the context removes the file, unless it was continued or has a checkpoint.
+    Blocks are copied into a ring of buffers, so that the caller can go on reading at once. With
+    `n_kept`, continues the partial file after that many bytes, which are hashed again. An exception
+    inside the context removes the file, unless it was continued or has a checkpoint.
     """
 
     def __init__(self, path: Path, header: bytes, n_kept: int = 0) -> None:
@@ -37,12 +40,12 @@ class ShardWriter:
         self._n_flushed = 0
         self._in_order = True
         self._digest = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, "sha256")
-        self._hashing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._ring: deque[tuple[Future[None], memoryview]] = deque()
 
     @property
     def n_bytes(self) -> int:
-        """Bytes written so far, the header and the kept ones included."""
+        """Bytes taken so far, the header and the kept ones included."""
         return self._n_bytes
 
     def __enter__(self) -> ShardWriter:
@@ -52,8 +55,7 @@ class ShardWriter:
             if self._n_kept:
                 self._keep()
             else:
-                self._digest.update(self._header)
-                self._write(0, memoryview(self._header))
+                self.write_at(0, self._header)
         except BaseException:
             self._close(failed=True)
             raise
@@ -68,28 +70,30 @@ class ShardWriter:
         self._close(failed=kind is not None)
 
     def write_at(self, offset: int, block: bytes | memoryview) -> None:
-        """Write a block at a file offset; it must stay as it is until the next call returns."""
-        self.settle()
+        """Write a block at a file offset. Errors of earlier blocks surface here or later."""
+        self._in_order = self._in_order and offset == self._n_bytes
         view = memoryview(block)
-        if offset != self._n_bytes:
-            self._in_order = False
-        if self._in_order:
-            self._hashing = self._thread.submit(self._hash, view, offset)
-        self._write(offset, view)
+        for begin in range(0, len(view), RING_BYTES):
+            piece = view[begin : begin + RING_BYTES]
+            buffer = self._free_buffer()
+            buffer[: len(piece)] = piece
+            writing = self._thread.submit(self._write, offset + begin, buffer[: len(piece)])
+            self._ring.append((writing, buffer))
+            self._n_bytes += len(piece)
 
     def checkpoint(self) -> int:
         """Bring the bytes to the disk; return how many of them can be kept by another writer.
 
         None can once a block has come out of order.
         """
-        self.settle()
+        self._settle()
         sync(self._file)
         self._has_checkpoint = True
         return self._n_bytes if self._in_order else 0
 
     def finish(self) -> str:
         """Bring the bytes to the disk; return their SHA-256. The file keeps its partial name."""
-        self.settle()
+        self._settle()
         if not self._in_order:
             self._digest = self._hash_file()
         sync(self._file)
@@ -110,23 +114,28 @@ class ShardWriter:
         self._digest = self._hash_file()
         self._n_bytes = self._n_flushed = self._n_kept
 
+    def _free_buffer(self) -> memoryview:
+        """The oldest buffer of the ring, once it is written."""
+        if len(self._ring) < RING_BUFFERS:
+            return memoryview(bytearray(RING_BYTES))
+        writing, buffer = self._ring.popleft()
+        writing.result()
+        return buffer
+
+    def _settle(self) -> None:
+        """Wait until all is written."""
+        for writing, _ in self._ring:
+            writing.result()
+
     def _write(self, offset: int, block: memoryview) -> None:
+        """In the thread: hash the block and write it. All before it is written already."""
+        if self._in_order:
+            self._digest.update(block)
         while block:
             n_written = os.pwrite(self._file, block, offset)
-            self._n_bytes += n_written
             offset += n_written
             block = block[n_written:]
-
-    def settle(self) -> None:
-        """Wait for the block that is being hashed; its errors surface here."""
-        if self._hashing is not None:
-            self._hashing.result()
-            self._hashing = None
-
-    def _hash(self, block: memoryview, offset: int) -> None:
-        """In the thread, while the block is being written. All before it is written already."""
-        self._digest.update(block)
-        if offset - self._n_flushed >= FLUSH_BYTES:
+        if self._in_order and offset - self._n_flushed >= FLUSH_BYTES:
             start_flush(self._file, self._n_flushed, offset)
             self._n_flushed = offset
 

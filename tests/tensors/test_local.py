@@ -47,19 +47,6 @@ def test_spans_come_in_the_order_asked_for(source: LocalSource) -> None:
     assert blocks == [bytes_of(source, span) for span in spans[:3]]
 
 
-def test_a_block_stays_while_the_next_one_is_read(
-    source: LocalSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "BUFFER_BYTES", 64)
-    expected = bytes_of(source, Span(ROUTER, 0, 640))
-    with source.reader() as reader:
-        before = memoryview(b"")
-        for number, block in enumerate(reader.blocks([Span(ROUTER, 0, 640)])):
-            if number:
-                assert before == expected[64 * (number - 1) : 64 * number]
-            before = block
-
-
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="macOS has F_NOCACHE")
 def test_linux_is_told_what_comes_and_what_is_done_with(
     source: LocalSource, monkeypatch: pytest.MonkeyPatch

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import tempfile
 import threading
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.tensors import writer as writer_module
-from kimi_k3_mlx.tensors.writer import ShardWriter, partial_path, publish, write_file
+from kimi_k3_mlx.tensors.writer import (
+    RING_BUFFERS,
+    RING_BYTES,
+    ShardWriter,
+    partial_path,
+    publish,
+    write_file,
+)
 
 
 def sha256_of(content: bytes) -> str:
@@ -169,8 +180,44 @@ def test_an_error_while_hashing_surfaces_and_no_thread_stays(tmp_path: Path) -> 
         writer._digest = Mock(update=Mock(side_effect=ValueError("hashing")))
         writer.write_at(0, b"one")
         with pytest.raises(ValueError, match="hashing"):
-            writer.write_at(3, b"two")
-    assert not [thread for thread in threading.enumerate() if "sha256" in thread.name]
+            writer.checkpoint()
+        with pytest.raises(ValueError, match="hashing"):
+            writer.finish()
+    assert not [thread for thread in threading.enumerate() if "writer" in thread.name]
+
+
+def test_a_full_disk_is_noticed_while_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later than when the ring has gone round."""
+    full = Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    with ShardWriter(tmp_path / "a", b"") as writer:
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="full"):
+            for number in range(RING_BUFFERS + 1):
+                writer.write_at(number, b"x")
+
+
+@given(st.lists(st.binary(min_size=1, max_size=20), max_size=30))
+def test_the_callers_buffer_is_free_at_once(blocks: list[bytes]) -> None:
+    """A manifest once had the hash of bytes that were overwritten before they were hashed."""
+    with tempfile.TemporaryDirectory() as folder:
+        buffer = bytearray(20)
+        with ShardWriter(Path(folder, "a"), b"") as writer:
+            for block in blocks:
+                buffer[: len(block)] = block
+                writer.write_at(writer.n_bytes, memoryview(buffer)[: len(block)])
+                buffer[:] = bytes(20)
+            assert writer.finish() == sha256_of(b"".join(blocks))
+        assert partial_path(Path(folder, "a")).read_bytes() == b"".join(blocks)
+
+
+def test_big_blocks_go_through_the_ring_in_pieces(tmp_path: Path) -> None:
+    whole = os.urandom(RING_BYTES * (RING_BUFFERS + 2) + 5)
+    with ShardWriter(tmp_path / "a", b"head") as writer:
+        writer.write_at(4, whole)
+        assert writer.finish() == sha256_of(b"head" + whole)
+        assert writer.n_bytes == len(whole) + 4
 
 
 def test_a_stale_partial_file_is_overwritten(tmp_path: Path) -> None:
