@@ -35,7 +35,7 @@ def as_modules(command: str) -> list[str]:
 def test_commands_run_in_order(tiny_source: Path, tmp_path: Path) -> None:
     (tmp_path / "Kimi-K3").symlink_to(tiny_source, target_is_directory=True)
     here = [command for command in commands() if not command.startswith(ELSEWHERE)]
-    assert len(here) == 6
+    assert len(here) == 7
     for command in here:
         argv = [*as_modules(command), *(["-m", "4"] if "generate" in command else [])]
         done = subprocess.run(
