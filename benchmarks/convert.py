@@ -30,8 +30,8 @@ from math import ceil, prod
 from pathlib import Path
 from typing import NamedTuple
 
-from converters.config import Dims, read_dims
-from converters.names import TABLE, TRUNK, Entry
+from converters.config import read_dims
+from converters.names import TABLE, TRUNK
 from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
@@ -41,6 +41,7 @@ from kimi_k3_mlx.tensors.header import encode_header
 from kimi_k3_mlx.tensors.local import open_source
 from kimi_k3_mlx.tensors.source import CONFIG, INDEX
 from kimi_k3_mlx.tensors.writer import sync
+from tests.convert.test_full_scale import occurrences
 from tests.tiny_k3 import TinyConfig, shards, write_json, write_shard, write_sidecars, write_source
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,7 @@ EXPERTS, KEPT = 26, 7
 """Experts of a layer of the big source, and how many a prune keeps: 27 %."""
 LAYER_BYTES = EXPERTS * 17_547_264
 LAYERS = (4, 24, 93)
+AFTER_LAYERS = {"global": 0, "projector": 1, "vision": 2, "block": 2}
 SPEED_BAR, MEMORY_BAR, PLAN_SECONDS_BAR, PLAN_MEMORY_BAR = 0.8, 300e6, 15, 600e6
 
 CHILD = """
@@ -260,7 +262,9 @@ def write_k3_headers(path: Path) -> int:
     by_shard: dict[int, list[tuple[str, str, tuple[int, ...]]]] = defaultdict(list)
     for entry in TABLE:
         dtype = "BF16" if entry.dtype == TRUNK else entry.dtype
-        for shard, numbers in occurrences(entry, dims):
+        for numbers in occurrences(entry, dims):
+            after = AFTER_LAYERS.get(entry.scope)
+            shard = numbers[0] if after is None else dims.n_layers + after
             tensor = (entry.source.format(*numbers), dtype, dims.shapes(entry.shape)[0])
             by_shard[shard].append(tensor)
     path.mkdir()
@@ -281,27 +285,6 @@ def write_k3_headers(path: Path) -> int:
     write_index(path, weight_map, total_size)
     write_json(path / CONFIG, config)
     return len(weight_map)
-
-
-def occurrences(entry: Entry, dims: Dims) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Every tensor of a row: its shard, and the numbers in its name."""
-    every = set(range(dims.n_layers))
-    layers = {
-        "layer": every,
-        "kda": every - dims.mla_layers,
-        "mla": dims.mla_layers,
-        "dense": every - dims.moe_layers,
-        "moe": dims.moe_layers,
-        "expert": dims.moe_layers,
-    }
-    after = {"global": 0, "projector": 1, "vision": 2, "block": 2}
-    if entry.scope in after:
-        blocks = [(block,) for block in range(dims.n_blocks)] if entry.scope == "block" else [()]
-        yield from ((dims.n_layers + after[entry.scope], numbers) for numbers in blocks)
-        return
-    experts = [(n,) for n in range(dims.n_experts)] if entry.scope == "expert" else [()]
-    for layer in layers[entry.scope]:
-        yield from ((layer, (layer, *expert)) for expert in experts)
 
 
 def write_index(path: Path, weight_map: dict[str, str], total_size: int) -> None:
