@@ -175,3 +175,16 @@ def test_every_name_and_shape_is_that_of_the_stock_model_at_full_size(
         shape = (*outer, last * 8) if tensor.dtype == "U32" else tensor.shape
         assert expected.pop(tensor.name) == shape
     assert expected == {}
+
+
+def test_opening_and_planning_needs_seconds_and_megabytes(tmp_path: Path) -> None:
+    """All 96 headers as real files of full size without content, in an interpreter of its own.
+
+    The bar is 15 s and 600 MB; other machines may take twice the time.
+    """
+    from benchmarks import convert as benchmark
+
+    assert benchmark.write_k3_headers(tmp_path / "k3") == 497_220
+    cost = benchmark.child(benchmark.OPEN + benchmark.PLAN, tmp_path / "k3")
+    assert cost.cpu < 30
+    assert cost.peak < 600e6
