@@ -31,8 +31,8 @@ from kimi_k3_mlx.tensors.writer import ShardWriter
 if TYPE_CHECKING:
     from converters.affine import Quantized
 
-ROWS_BYTES = 16 << 20
-"""Rows that are quantized at a time, as the source has them."""
+ROWS_BYTES = 4 << 20
+"""BF16 rows that are quantized at a time."""
 ZEROS = bytes(1 << 20)
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -176,8 +176,12 @@ class ShardJob:
                     "the expert can't be requantized.",
                     "prune that expert, or choose a profile that copies the experts.",
                 )
-            result = requantize(codes, exponents, width, quantization)
-            yield self._write_parts(tensor, ends, result)
+            rows = max(1, ROWS_BYTES // (2 * width))
+            for begin in range(0, len(exponents), rows * width // 32):
+                some = exponents[begin : begin + rows * width // 32]
+                theirs = codes[16 * begin : 16 * (begin + len(some))]
+                result = requantize(theirs, some, width, quantization)
+                yield self._write_parts(tensor, ends, result)
         for part in self._shard.tensors:
             if part.name in ends:
                 yield from self._pad(part, ends[part.name])

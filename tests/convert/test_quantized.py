@@ -200,12 +200,13 @@ def test_rows_that_groups_do_not_divide_stay_as_they_are(tmp_path: Path) -> None
     assert (f_b.shape[-1], f_b.quantization, f_b.dtype) == (32, None, "BF16")
 
 
+@pytest.mark.parametrize("profile", ["mxfp4-q6", "q3-q8"])
 def test_a_matrix_in_pieces_is_the_matrix(
-    source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    profile: str, source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(source, load_profile("mxfp4-q6"), tmp_path / "whole")
+    build(source, load_profile(profile), tmp_path / "whole")
     monkeypatch.setattr(shards, "ROWS_BYTES", 1000)
-    build(source, load_profile("mxfp4-q6"), tmp_path / "pieces")
+    build(source, load_profile(profile), tmp_path / "pieces")
     pieces, whole = tree(tmp_path / "pieces"), tree(tmp_path / "whole")
     del pieces["kimi_k3_mlx.json"], whole["kimi_k3_mlx.json"]  # sums of errors round otherwise
     assert pieces == whole
