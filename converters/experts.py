@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from converters.dense import PAD_BIAS, PAD_ZEROS, copied, quantized, whole
 from converters.mxfp4 import mlx_shape
 from converters.names import Entry
+from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.schema import BuildTensor, Quantization, Span, TensorInfo
 
 REQUANTIZE = "requantize"
@@ -46,6 +47,12 @@ def requantized(
     The spans are codes and scales of one expert after the other.
     """
     out, n_bytes = packed[0].shape
+    if 2 * n_bytes % quantization.group_size:
+        raise UsageError(
+            f"experts have rows of {2 * n_bytes}, which groups of {quantization.group_size} "
+            "don't divide: they can't be requantized so.",
+            "choose a smaller group_size.",
+        )
     spans = tuple(whole(part[expert]) for expert in keep for part in (packed, scales))
     shape = (count or len(keep), out, 2 * n_bytes)
     weight = BuildTensor(f"{module}.weight", "BF16", shape, "expert", spans, REQUANTIZE)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 
+from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.schema import MXFP4, Json, Quantization
 
+EXPERT_BITS, EXPERT_GROUPS = (2, 3), (32, 64, 128)
 Formats = tuple[tuple[str, Quantization | None], ...]
 
 
@@ -57,6 +59,17 @@ class Profile:
         }
         single = {name: _from_json(value[name]) for name in ("experts", "trunk")}
         return cls(**value | formats | single | {"narrow": tuple(value["narrow"])})
+
+
+def affine(value: Json, what: str, bits: tuple[int, ...], groups: tuple[int, ...]) -> Quantization:
+    """An affine format from `bits` and `group_size`; raise UsageError unless both are allowed."""
+    for field, allowed in (("bits", bits), ("group_size", groups)):
+        if type(value.get(field)) is not int or value[field] not in allowed:
+            choices = ", ".join(map(str, allowed))
+            raise UsageError(f"{what}: {field} is {value.get(field)!r}, expected one of {choices}.")
+    if extra := sorted(value.keys() - {"bits", "group_size"}):
+        raise UsageError(f"{what}: unknown field {extra[0]!r}.", "known fields: bits, group_size.")
+    return Quantization("affine", value["bits"], value["group_size"])
 
 
 def _to_json(value: Quantization | None) -> Json | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kimi_k3_mlx.errors import UsageError
+from kimi_k3_mlx.profile import EXPERT_BITS, EXPERT_GROUPS, affine
 from kimi_k3_mlx.schema import Json, Quantization, canonical
 
 KIND = "kimi_k3_mlx.prune_plan"
@@ -99,8 +100,8 @@ class PrunePlan:
 def read_plan(text: str, where: str) -> PrunePlan:
     """Read a plan's file; raise UsageError, naming the field, when it is none."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
+    except (RecursionError, ValueError) as error:
         raise UsageError(f"plan {where} is not JSON: {error}.") from error
     if not isinstance(value, dict) or value.get("kind") != KIND:
         raise UsageError(f"{where} is not a prune plan: its kind is not {KIND!r}.")
@@ -110,11 +111,10 @@ def read_plan(text: str, where: str) -> PrunePlan:
             "use the kimi-k3-mlx that made this plan.",
         )
     try:
-        low = value.get("low")
         return PrunePlan(
             n_experts=_whole(value["n_experts"]),
-            layers={int(number): _layer(layer) for number, layer in value["layers"].items()},
-            low=Quantization(**low) if low else None,
+            layers={_number(key): _layer(layer) for key, layer in value["layers"].items()},
+            low=_low(value.get("low"), where),
             pad_uniform=bool(value.get("pad_uniform", False)),
             chosen_by=dict(value.get("chosen_by", {})),
         )
@@ -179,6 +179,34 @@ def _check_banks(layer: int, kept: LayerPlan, plan: PrunePlan) -> None:
         )
     if len(kept.low) == len(kept.keep):
         raise UsageError(f"plan: layer {layer} has all its experts in the second bank.")
+
+
+def _object(pairs: list[tuple[str, object]]) -> Json:
+    """A JSON object without repeated fields, of which Python would keep the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} occurs twice in an object")
+    return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON's")
+
+
+def _number(key: str) -> int:
+    if not key.isdecimal() or str(int(key)) != key:
+        raise ValueError(f"layer {key[:40]!r} is not a plain number")
+    return int(key)
+
+
+def _low(value: Json | None, where: str) -> Quantization | None:
+    if value is None:
+        return None
+    if value.get("mode", "affine") != "affine":
+        raise ValueError(f"the mode of 'low' is {str(value['mode'])[:40]!r}, expected 'affine'")
+    sizes = {name: item for name, item in value.items() if name != "mode"}
+    return affine(sizes, f"plan {where}: 'low'", EXPERT_BITS, EXPERT_GROUPS)
 
 
 def _layer(value: Json) -> LayerPlan:

@@ -254,7 +254,7 @@ class ShardRecord:
     nan_scales: int = 0
     """E8M0 scale bytes of 255, which decode to no number."""
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """By tensor pattern, what rounding cost: Σ(ŵ−w)² and Σw²."""
+    """By tensor pattern and format, what rounding cost: Σ(ŵ−w)² and Σw²."""
 
     def to_json(self) -> Json:
         """A JSON object."""
@@ -262,8 +262,20 @@ class ShardRecord:
 
     @classmethod
     def from_json(cls, value: Json) -> ShardRecord:
-        """Read `to_json`'s object; raise KeyError when a field is missing."""
-        return cls(**{field.name: value[field.name] for field in fields(cls)})
+        """Read `to_json`'s object; raise KeyError, TypeError or ValueError when it is damaged."""
+        record = cls(**{field.name: value[field.name] for field in fields(cls)})
+        counts = (record.n_bytes, record.nan_scales)
+        texts = (record.name, record.sha256, *record.losses)
+        numbers = [number for loss in record.losses.values() for number in loss]
+        if (
+            {type(item) for item in counts} != {int}
+            or min(counts) < 0
+            or {type(item) for item in texts} != {str}
+            or not {type(item) for item in numbers} <= {int, float}
+            or any(len(loss) != 2 for loss in record.losses.values())
+        ):
+            raise ValueError(f"{str(value)[:60]} is no record of a shard")
+        return record
 
 
 @dataclass(frozen=True)
@@ -300,14 +312,14 @@ class Manifest:
         try:
             return cls(
                 plan_sha256=value["plan_sha256"],
-                profile=value["profile"],
+                profile=dict(value["profile"]),
                 prune_sha256=value["prune_sha256"],
                 source=SourceId(**value["source"]),
                 shards=tuple(ShardRecord.from_json(shard) for shard in value["shards"]),
-                sidecars=dict(value["sidecars"]),
+                sidecars={str(name): str(sha) for name, sha in value["sidecars"].items()},
                 tools=value["tools"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"kimi_k3_mlx.json is damaged: {error}.",
                 LOST,

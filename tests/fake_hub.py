@@ -80,6 +80,8 @@ class FakeHub:
         self.bytes_per_second = inf
         """Of all connections together."""
         self.repositories: dict[str, tuple[Path, str]] = {}
+        self.commits: dict[tuple[str, str], tuple[Path, str]] = {}
+        """All that were ever served, as a Hub does; big files come from the newest."""
         self.pauses: list[float] = []
         self._faults: list[Fault] = []
         self._links: dict[int, int] = {}
@@ -103,7 +105,7 @@ class FakeHub:
         """Serve a folder; its commit is returned, and stays when a file changes later."""
         files = [(name, etag_of(folder / name)) for name in names_in(folder)]
         commit = hashlib.sha1(repr(files).encode()).hexdigest()
-        self.repositories[repository] = (folder, commit)
+        self.repositories[repository] = self.commits[repository, commit] = (folder, commit)
         return commit
 
     def inject(self, *faults: Fault) -> None:
@@ -215,9 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
         found = self.hub.repositories.get(repository)
         if not found or (self.hub.token and self._token != self.hub.token):
             raise _Refusal(401, "RepoNotFound")
-        if revision not in (None, "", "main", found[1]):
+        if revision in (None, "", "main"):
+            return found
+        if (repository, revision) not in self.hub.commits:
             raise _Refusal(404, "RevisionNotFound")
-        return found
+        return self.hub.commits[repository, revision]
 
     def _api(self, repository: str, revision: str | None, _: str) -> None:
         folder, commit = self._folder(repository, revision)

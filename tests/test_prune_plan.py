@@ -76,7 +76,24 @@ def test_what_stock_tools_can_load() -> None:
         (lambda text: text.replace("[1, 6]", "[1, -6]"), "damaged: '-6' is not a whole number"),
         (lambda text: text.replace("[1, 6]", "7"), "damaged: "),
         (lambda text: text.replace('"2":', '"two":'), "damaged: "),
-        (lambda text: text.replace('"bits"', '"bytes"'), "damaged: "),
+        (lambda text: text.replace('"bits"', '"bytes"'), "'low': bits is None, expected one of 2"),
+        (lambda text: text.replace('"bits": 2', '"bits": true'), "'low': bits is True"),
+        (
+            lambda text: text.replace('"bits": 2', '"bits": 4'),
+            "'low': bits is 4, expected one",
+        ),
+        (
+            lambda text: text.replace('e": 64', 'e": 8'),
+            "'low': group_size is 8, expected",
+        ),
+        (
+            lambda text: text.replace('"affine"', '"mxfp4"'),
+            "mode of 'low' is 'mxfp4'",
+        ),
+        (lambda text: text.replace('"2":', '"1":'), "not JSON: '1' occurs twice in an object"),
+        (lambda text: text.replace('"2":', '"02":'), "damaged: layer '02' is not a plain number"),
+        (lambda text: text.replace('"reap"', "NaN"), "not JSON: NaN is no number of JSON's"),
+        (lambda text: "[" * 100_000, "plan p is not JSON"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(change: Callable[[str], str], message: str) -> None:

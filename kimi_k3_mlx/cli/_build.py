@@ -80,10 +80,11 @@ def build(args: argparse.Namespace, plan: BuildPlan, source: Source, out: Path) 
         say(f"warning: {summary.nan_scales} expert scales are 255, which is no number")
     if args.json:
         write_json(plan_json(plan, source, str(out)) | {"build": summary.to_json()})
-    elif not args.quiet:
+        return
+    if not args.quiet:
         say(done_text(summary, time.monotonic() - began))
-        if summary.changed:
-            say(changed_text(summary))
+    if summary.changed and (not args.quiet or getattr(args, "allow_requantize", False)):
+        say(changed_text(summary))
 
 
 def confirm(question: str, yes: bool) -> None:

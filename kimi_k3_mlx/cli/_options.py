@@ -117,8 +117,18 @@ def opened(where: str, revision: str | None = None) -> Source:
     return open_source(Path(where))
 
 
+def opened_as_begun(args: argparse.Namespace, source: Source, out: Path) -> Source:
+    """The source, at the commit that an unfinished build in the folder began with."""
+    from kimi_k3_mlx.convert.folder import begun_commit
+    from kimi_k3_mlx.tensors.hub import HubSource
+
+    commit = begun_commit(out)
+    moved = isinstance(source, HubSource) and commit not in (None, source.id.commit)
+    return opened(args.source, commit) if moved and args.revision is None else source
+
+
 def plan_options(parser: Parser) -> None:
-    """`--profile`, `--prune-plan` and what changes them, and `--context`."""
+    """`--profile`, `--prune-plan`, and what changes them."""
     group = parser.add_argument_group("build")
     group.add_argument(
         "--profile", metavar="NAME", default="mxfp4", help="a profile's name, or a .toml file"
@@ -153,7 +163,8 @@ def planned(args: argparse.Namespace, source: Source, prune: PrunePlan | None) -
         if prune is None:
             raise UsageError("--pad-uniform needs a plan.", "give one with --prune-plan.")
         prune = replace(prune, pad_uniform=True)
-    fewer = [q for q in (profile.experts, prune and prune.low) if q and q.mode != "mxfp4"]
+    low = prune.low if prune and any(layer.low for layer in prune.layers.values()) else None
+    fewer = [q for q in (profile.experts, low) if q and q.mode != "mxfp4"]
     if fewer and not args.allow_requantize:
         raise UsageError(
             f"this requantizes MXFP4 experts to {fewer[0]}, which loses what no calibration "

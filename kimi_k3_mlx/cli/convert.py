@@ -15,6 +15,7 @@ from kimi_k3_mlx.cli._options import (
     Parser,
     common_options,
     opened,
+    opened_as_begun,
     plan_options,
     planned,
     read_prune_plan,
@@ -55,4 +56,7 @@ def run(args: argparse.Namespace) -> None:
     if TOKENIZER not in source.files():
         say(NO_TOKENIZER)
     default = f"{source.name}-mlx-{plan.profile.name}"
-    dry_run_or_build(args, plan, source, Path(args.mlx_path or default))
+    out = Path(default if args.mlx_path is None else args.mlx_path)
+    if (begun := opened_as_begun(args, source, out)) is not source:
+        source, plan = begun, planned(args, begun, prune)
+    dry_run_or_build(args, plan, source, out)

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     source = opened(args.source, args.revision)
     plan = planned(args, source, first_experts(args.keep, source) if args.keep else prune)
     memory = running_of(plan, args.context)
-    name = f"{source.name}-{plan.profile.name}"
+    name = f"{source.name}-mlx-{plan.profile.name}"
     if args.json:
         write_json(plan_json(plan, source, name) | {"running": memory.to_json()})
         return

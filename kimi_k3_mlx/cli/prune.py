@@ -15,6 +15,7 @@ from kimi_k3_mlx.cli._options import (
     Parser,
     common_options,
     opened,
+    opened_as_begun,
     read_prune_plan,
     source_options,
 )
@@ -49,8 +50,11 @@ def run(args: argparse.Namespace) -> None:
     source = opened(args.source, args.revision)
     plan = plan_build(source, load_profile(PROFILE), prune)
     default = f"{source.name}-{plan.config['text_config']['num_experts']}-experts"
+    out = Path(default if args.out is None else args.out)
+    if (begun := opened_as_begun(args, source, out)) is not source:
+        source, plan = begun, plan_build(begun, load_profile(PROFILE), prune)
     try:
-        dry_run_or_build(args, plan, source, Path(args.out or default))
+        dry_run_or_build(args, plan, source, out)
     except KimiError as error:
         error.hint = error.hint.replace("--mlx-path", "--out")
         raise

@@ -97,7 +97,7 @@ def _alone(args: argparse.Namespace, prune: PrunePlan | None) -> AloneReport:
     from kimi_k3_mlx.convert.alone import verify_alone
 
     for name in ("full", "sample", "seed", "revision"):
-        if getattr(args, name):
+        if getattr(args, name) not in (None, False):
             raise UsageError(f"--{name} needs a source.", "give it with --hf-path.")
     with progress(args.quiet) as shown:
         return verify_alone(Path(args.mlx_path), shown, prune=prune)

@@ -22,8 +22,9 @@ from kimi_k3_mlx.errors import CheckpointError, MismatchError, UsageError
 from kimi_k3_mlx.profile import Profile
 from kimi_k3_mlx.prune_plan import PrunePlan, read_plan
 from kimi_k3_mlx.schema import Json, Manifest, Progress, silent
+from kimi_k3_mlx.tensors.journal import JOURNAL
 from kimi_k3_mlx.tensors.local import LocalSource, fill, open_source, open_uncached
-from kimi_k3_mlx.tensors.source import MANIFEST
+from kimi_k3_mlx.tensors.source import CONFIG, MANIFEST
 
 BLOCK_BYTES = 1 << 20
 
@@ -73,8 +74,8 @@ def verify_alone(
     opened = open_build(Path(build))
     check_plan_given(opened, prune)
     check_sizes(opened)
-    check_sidecars(opened)
     check_config(opened)
+    check_sidecars(opened)
     n_bytes, n_done = sum(opened.files.shards.values()), 0
 
     def advance(n_more: int) -> None:
@@ -101,6 +102,10 @@ def open_build(build: Path) -> OpenedBuild:
 
     Raises UsageError when the folder doesn't exist.
     """
+    if (build / JOURNAL).is_file() and not (build / CONFIG).is_file():
+        raise MismatchError(
+            f"{build} is an unfinished build.", "run the command that began it again to finish it."
+        )
     try:
         files = open_source(build)
     except CheckpointError as error:
@@ -218,8 +223,10 @@ def _manifest(build: Path) -> tuple[Manifest, Profile]:
     try:
         manifest = read_manifest(build)
         profile = Profile.from_json(manifest.profile) if manifest else None
-    except (AttributeError, CheckpointError, KeyError, TypeError) as error:
-        raise MismatchError(f"{MANIFEST} is damaged: {error}", AGAIN) from error
+    except CheckpointError as error:
+        raise MismatchError(error.message, AGAIN) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise MismatchError(f"{MANIFEST} is damaged in its profile: {error}.", AGAIN) from error
     if manifest is None or profile is None:
         raise MismatchError(f"{MANIFEST} is missing in {build}.", AGAIN)
     return manifest, profile

@@ -86,7 +86,7 @@ class Comparison:
         self._wanted = wanted
         self._source, self._found = readers
         self._advance = advance
-        self._rounded: dict[str, list[tuple[Quantization, _Sums]]] = defaultdict(list)
+        self._rounded: dict[tuple[str, Quantization], list[_Sums]] = defaultdict(list)
         self._digest = hashlib.sha256()
         self._stream: Iterator[memoryview] = iter(())
         self._shard = ""
@@ -112,9 +112,8 @@ class Comparison:
         return self._digest.hexdigest() if hashed else ""
 
     def rounded(self) -> Iterator[Rounded]:
-        """What was quantized, by pattern."""
-        for name, members in sorted(self._rounded.items()):
-            stored, sums = members[0][0], [sums for _, sums in members]
+        """What was quantized, by pattern and format."""
+        for (name, stored), sums in sorted(self._rounded.items()):
             error, norm = sum(s.error for s in sums), sum(s.wanted for s in sums)
             worst = min(s.cosine for s in sums)
             yield Rounded(
@@ -204,7 +203,7 @@ class Comparison:
                 f"at least {least} expected of {stored}.",
                 AGAIN,
             )
-        self._rounded[pattern_of(job.form.build)].append((stored, sums))
+        self._rounded[pattern_of(job.form.build), stored].append(sums)
 
     def _compare_rows(
         self, form: Form, stored: Quantization, source: str, begin: int, data: bytes, sums: _Sums

@@ -79,13 +79,17 @@ def estimate(
     """Sizes of a build and of the disk that `out` is on; `out` need not exist."""
     out = Path(out)
     place = existing_parent(out)
-    n_done, n_freed = (0, _own_bytes(out)) if overwrite else _reused_bytes(plan, out)
+    done: set[str] = set()
+    n_freed = _own_bytes(out)
+    if not overwrite:
+        done, n_freed = _reused(plan, out)
+    todo = [shard for shard in plan.shards if shard.name not in done]
     n_spans = sum(len(tensor.spans) for tensor in plan.tensors)
     return Estimate(
         volume=str(mount_point(place)),
         n_build=plan.n_bytes,
-        n_done=n_done,
-        n_read=plan.n_read,
+        n_done=sum(shard.n_bytes for shard in plan.shards if shard.name in done),
+        n_read=sum(tensor.n_read for shard in todo for tensor in shard.tensors),
         n_free=shutil.disk_usage(place).free,
         n_memory=INTERPRETER_BYTES
         + BYTES_PER_SPAN * n_spans
@@ -120,17 +124,18 @@ def _own_bytes(out: Path) -> int:
     return sum(path.stat().st_size for path in own_files(out))
 
 
-def _reused_bytes(plan: BuildPlan, out: Path) -> tuple[int, int]:
-    """Bytes of shards that are finished, whatever their name, and of partial ones that are not."""
+def _reused(plan: BuildPlan, out: Path) -> tuple[set[str], int]:
+    """Shards that are finished, whatever their name, and bytes of partial ones that are not."""
     manifest, journal = read_manifest(out), read_journal(out)
     finished = {shard.name for shard in manifest.shards} if manifest else set()
     finished |= journal.records.keys() if journal else set()
-    n_done = n_torn = 0
+    n_torn = 0
+    done = set()
     for shard in plan.shards:
         path = out / shard.name
         sizes = file_size(path), file_size(partial_path(path))
         if shard.name in finished and shard.n_bytes in sizes:
-            n_done += shard.n_bytes
+            done.add(shard.name)
         else:
             n_torn += sum(filter(None, sizes))
-    return n_done, n_torn
+    return done, n_torn

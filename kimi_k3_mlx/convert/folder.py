@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +29,15 @@ from kimi_k3_mlx.tensors.local import LocalSource, read_json
 from kimi_k3_mlx.tensors.source import CONFIG, INDEX, MANIFEST, Source
 from kimi_k3_mlx.tensors.writer import PARTIAL, partial_path, sync_folder
 
+CACHE = "__pycache__"
 OTHER_FOLDER = "choose another --mlx-path, or pass --overwrite to delete it."
 
 
 def _finished_build(plan: BuildPlan, out: Path) -> Manifest | None:
     """The manifest when `out` is this plan's finished build; None when it is not finished.
 
-    Raises UsageError when it is a finished build of another plan, or lacks shards.
+    Raises UsageError when it is a finished build of another plan, lacks shards, or has other small
+    files than were written.
     """
     manifest = read_manifest(out)
     if manifest is None:
@@ -53,6 +56,13 @@ def _finished_build(plan: BuildPlan, out: Path) -> Manifest | None:
             raise UsageError(
                 f"{out} is a finished build, but {shard.name} is missing or truncated.",
                 "pass --overwrite to delete it and begin again.",
+            )
+    for name, sha256 in manifest.sidecars.items():
+        path = out / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            raise UsageError(
+                f"{out} is a finished build, but {name} is missing or has changed.",
+                "bring it back, or pass --overwrite to delete the build and begin again.",
             )
     return manifest
 
@@ -133,10 +143,17 @@ def open_journal(plan: BuildPlan, source: Source, out: Path, *, overwrite: bool)
     if found:
         return found
     delete_build(out)
-    files = {"files": _files(plan, source)}
-    journal = start_journal(out, _identity(plan, source) | files)
+    notes = {"files": _files(plan, source), "commit": plan.source.commit}
+    journal = start_journal(out, _identity(plan, source) | notes)
     (out / MANIFEST).unlink(missing_ok=True)
     return journal
+
+
+def begun_commit(out: Path) -> str | None:
+    """The commit that an unfinished build in the folder is made from, if it knows one."""
+    journal = read_journal(out) if out.is_dir() else None
+    commit = journal.identity.get("commit") if journal else None
+    return str(commit) if commit else None
 
 
 @contextmanager
@@ -181,8 +198,8 @@ def delete_build(out: Path) -> None:
     for path in files:
         if path.name not in (CONFIG, JOURNAL, MANIFEST):
             path.unlink()
-        if path.parent != out and not any(path.parent.iterdir()):
-            path.parent.rmdir()
+        if path.parent != out and not {file.name for file in path.parent.iterdir()} - {CACHE}:
+            shutil.rmtree(path.parent)  # Python may have left its own files in our package
 
 
 def _files(plan: BuildPlan, source: Source) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 
 from converters.config import Dims, build_config, check_source, pruned_config, read_dims
@@ -52,6 +53,7 @@ def plan_build(source: Source, profile: Profile, prune: PrunePlan | None = None)
     with paused_collector():
         shards = tuple(recipe.moonshot() if profile.layout == "moonshot" else recipe.mlx())
     shelf.check_all_taken()
+    recipe.check_overrides()
     return BuildPlan(
         source=source.id,
         profile=profile,
@@ -75,6 +77,7 @@ class _Recipe:
         self.dims = shelf.dims
         self.profile = profile
         self.prune = prune
+        self._matrices: list[str] = []
         self._narrow = tuple(f".{module}" for module in profile.narrow)
         self.count = prune.largest if prune and prune.pad_uniform else None
         """Experts of every layer, with those that pad it."""
@@ -92,6 +95,16 @@ class _Recipe:
         }
         return build_config(config, self.dims, self.profile.experts, modules, self.prune)
 
+    def check_overrides(self) -> None:
+        """Raise UsageError for an override of the profile that is about no matrix of the trunk."""
+        for pattern, _ in self.profile.overrides:
+            if not any(fnmatchcase(module, pattern) for module in self._matrices):
+                raise UsageError(
+                    f"profile {self.profile.name}: override {pattern!r} matches no matrix that can "
+                    "be quantized.",
+                    "module paths are those of the build: kimi-k3 inspect BUILD --tensors GLOB",
+                )
+
     def mlx(self) -> Iterator[PlannedShard]:
         """The shards of an MLX build."""
         parts = list(self.shelf.scopes())
@@ -106,10 +119,11 @@ class _Recipe:
 
     def moonshot(self) -> Iterator[PlannedShard]:
         """The source's own shards, without the experts that go."""
-        if self.prune and (not self.prune.is_uniform or self.prune.pad_uniform):
+        if self.prune and not replace(self.prune, pad_uniform=False).is_uniform:
             raise UsageError(
-                "the plan's layers differ in their experts, which Moonshot's layout can't say.",
-                "make a uniform plan, or convert this one to MLX: kimi-k3 convert --prune-plan",
+                "the plan's layers have different numbers of experts or two banks, "
+                "which Moonshot's layout can't say.",
+                "make a uniform plan, or convert with this one to MLX: kimi-k3 convert",
             )
         shards: dict[str, tuple[str, list[BuildTensor]]] = {}
         weight_map = self.shelf.source.weight_map
@@ -193,6 +207,7 @@ class _Recipe:
         """A trunk tensor as the profile wants it."""
         module = tensor.name.removesuffix(".weight")
         if entry.quantizable:
+            self._matrices.append(module)
             return quantized(tensor, self.profile.format_of(module, entry.role))
         return [narrowed(tensor) if module.endswith(self._narrow) else tensor]
 

@@ -6,6 +6,7 @@ is `"source"`, `"mxfp4"` (experts), `"mxfp8"`, or an affine one: `{ bits = 8, gr
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import replace
 from importlib import resources
@@ -14,13 +15,12 @@ from typing import Any
 
 from converters.names import QUANTIZABLE
 from kimi_k3_mlx.errors import UsageError
-from kimi_k3_mlx.profile import Formats, Profile
+from kimi_k3_mlx.profile import EXPERT_BITS, EXPERT_GROUPS, Formats, Profile, affine
 from kimi_k3_mlx.schema import MXFP4, Json, Quantization
 
 MXFP8 = Quantization("mxfp8", 8, 32)
 ROUTER = Quantization("affine", 8, 64)
-EXPERT_BITS, TRUNK_BITS = (2, 3), (4, 5, 6, 8)
-EXPERT_GROUPS, TRUNK_GROUPS = (32, 64, 128), (32, 64)
+TRUNK_BITS, TRUNK_GROUPS = (4, 5, 6, 8), (32, 64)
 NARROWED = ("qkv_conv.conv", "o_norm")
 REQUIRED = ("version", "name", "summary", "experts", "trunk")
 OPTIONAL = ("layout", "roles", "overrides", "narrow")
@@ -72,7 +72,7 @@ def with_trunk(
             raise UsageError("--q-mode mxfp8 has 8 bits and groups of 32.")
     else:
         values = {"bits": bits or 8, "group_size": group_size or 64}
-        trunk = _affine(values, "the trunk", TRUNK_BITS, TRUNK_GROUPS)
+        trunk = affine(values, "the trunk", TRUNK_BITS, TRUNK_GROUPS)
         name = f"q{trunk.bits}-g{trunk.group_size}"
     if profile.layout == "moonshot":
         raise UsageError(f"profile {profile.name} keeps every tensor as it is.")
@@ -97,6 +97,8 @@ class _Fields:
 
     def profile(self) -> Profile:
         self._check_names()
+        if not re.fullmatch(r"[\w.+-]+", self._text("name")):
+            raise self._wrong("name", self.values["name"], "letters, digits and . + - _")
         return Profile(
             name=self._text("name"),
             summary=self._text("summary"),
@@ -118,7 +120,7 @@ class _Fields:
                     f"{self.where} has the unknown field {field!r}.",
                     f"known fields: {', '.join(REQUIRED + OPTIONAL)}.",
                 )
-        if self.values["version"] != Profile.version:
+        if type(self.values["version"]) is not int or self.values["version"] != Profile.version:
             raise self._wrong("version", self.values["version"], str(Profile.version))
         if self.values.get("layout") == "moonshot":
             for field in ("roles", "overrides", "narrow"):
@@ -146,7 +148,7 @@ class _Fields:
             return MXFP4
         if not isinstance(value, dict):
             raise self._wrong("experts", value, "'mxfp4' or { bits = 2, group_size = 64 }")
-        return _affine(value, f"{self.where}: experts", EXPERT_BITS, EXPERT_GROUPS)
+        return affine(value, f"{self.where}: experts", EXPERT_BITS, EXPERT_GROUPS)
 
     def _trunk(self, field: str, value: Any) -> Quantization | None:
         if value == "source":
@@ -155,7 +157,7 @@ class _Fields:
             return MXFP8
         if not isinstance(value, dict):
             raise self._wrong(field, value, "'source', 'mxfp8' or { bits = 8, group_size = 64 }")
-        return _affine(value, f"{self.where}: {field}", TRUNK_BITS, TRUNK_GROUPS)
+        return affine(value, f"{self.where}: {field}", TRUNK_BITS, TRUNK_GROUPS)
 
     def _formats(self, field: str, known: tuple[str, ...] = ()) -> Formats:
         table = self.values.get(field, {})
@@ -174,16 +176,6 @@ class _Fields:
 
     def _wrong(self, field: str, value: Any, expected: str) -> UsageError:
         return UsageError(f"{self.where}: {field} is {value!r}, expected {expected}.")
-
-
-def _affine(value: Json, what: str, bits: tuple[int, ...], groups: tuple[int, ...]) -> Quantization:
-    for field, allowed in (("bits", bits), ("group_size", groups)):
-        if type(value.get(field)) is not int or value[field] not in allowed:
-            choices = ", ".join(map(str, allowed))
-            raise UsageError(f"{what}: {field} is {value.get(field)!r}, expected one of {choices}.")
-    if extra := sorted(value.keys() - {"bits", "group_size"}):
-        raise UsageError(f"{what}: unknown field {extra[0]!r}.", "known fields: bits, group_size.")
-    return Quantization("affine", value["bits"], value["group_size"])
 
 
 def _folder() -> resources.abc.Traversable:

@@ -19,7 +19,7 @@ from kimi_k3_mlx.convert.disk import mount_point
 from kimi_k3_mlx.convert.estimate import check_fits, estimate
 from kimi_k3_mlx.convert.folder import check_folder, locked, open_journal
 from kimi_k3_mlx.convert.plan import shard_header
-from kimi_k3_mlx.convert.shards import ShardJob, pattern_of
+from kimi_k3_mlx.convert.shards import ShardJob, loss_key
 from kimi_k3_mlx.convert.sidecars import index_bytes, json_bytes, manifest_bytes, read_sidecars
 from kimi_k3_mlx.errors import DoesNotFitError, HubError, InterruptedBuildError, KimiError
 from kimi_k3_mlx.schema import (
@@ -135,13 +135,12 @@ class _Job:
 
     def finish(self, sidecars: dict[str, bytes]) -> None:
         """Manifest, sidecars, index; then config.json, after which the folder loads."""
-        manifest = manifest_bytes(self.plan, self.journal.records, sidecars)
+        last = {INDEX: index_bytes(self.plan), CONFIG: json_bytes(self.plan.config)}
+        manifest = manifest_bytes(self.plan, self.journal.records, sidecars | last)
         write_file(self.out / MANIFEST, manifest)  # first, as it lists what may be deleted
-        for name, content in sidecars.items():
+        for name, content in (sidecars | last).items():
             (self.out / name).parent.mkdir(exist_ok=True)
             write_file(self.out / name, content)
-        write_file(self.out / INDEX, index_bytes(self.plan))
-        write_file(self.out / CONFIG, json_bytes(self.plan.config))
         self.journal.path.unlink()
         sync_folder(self.out)
 
@@ -277,9 +276,9 @@ def _changed(plan: BuildPlan, records: Iterable[ShardRecord]) -> Iterator[Change
     tensors: dict[str, list[BuildTensor]] = defaultdict(list)
     for tensor in plan.tensors:
         if tensor.is_rounded:
-            tensors[pattern_of(tensor.name)].append(tensor)
+            tensors[loss_key(tensor)].append(tensor)
     losses = [record.losses for record in records]
-    for name, members in sorted(tensors.items()):
-        error, norm = (sum(loss[name][i] for loss in losses if name in loss) for i in (0, 1))
-        stored_as = str(members[0].quantization or members[0].dtype)
+    for key, members in sorted(tensors.items()):
+        error, norm = (sum(loss[key][i] for loss in losses if key in loss) for i in (0, 1))
+        name, _, stored_as = key.partition("  ")
         yield Changed(name, len(members), stored_as, (error / norm) ** 0.5 if norm else 0.0)

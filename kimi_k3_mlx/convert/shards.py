@@ -199,9 +199,14 @@ class ShardJob:
         return sum(map(len, result.parts))
 
     def _lose(self, tensor: BuildTensor, squared_error: float, squared_norm: float) -> None:
-        loss = self._losses.setdefault(pattern_of(tensor.name), [0.0, 0.0])
+        loss = self._losses.setdefault(loss_key(tensor), [0.0, 0.0])
         loss[0] += squared_error
         loss[1] += squared_norm
+
+
+def loss_key(tensor: BuildTensor) -> str:
+    """Under what a rounded tensor's loss is summed up: its pattern, and how it is stored."""
+    return f"{pattern_of(tensor.name)}  {tensor.quantization or tensor.dtype}"
 
 
 def pattern_of(name: str) -> str:

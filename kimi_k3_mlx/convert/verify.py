@@ -104,6 +104,7 @@ def verify_build(
     wanted = _checked_tensors(opened, source)
     check_sizes(opened)
     check_config(opened)
+    check_sidecars(opened)
     chosen = None
     if sample is not None:
         chosen = Sample(sample, secrets.randbits(32) if seed is None else seed)
@@ -190,7 +191,7 @@ def _checked_tensors(opened: OpenedBuild, source: Source) -> dict[str, Wanted]:
 
 
 def _check_small_files(opened: OpenedBuild, source: Source, plan: BuildPlan) -> str | None:
-    """Copies are the source's, all else has the manifest's hashes; whose our model file is."""
+    """Copies are the source's; whose our model file is."""
     ours: set[bool] = set()
     copies = copied_names(plan, source)
     for name, content in read_sidecars(plan, source).items():
@@ -199,7 +200,6 @@ def _check_small_files(opened: OpenedBuild, source: Source, plan: BuildPlan) -> 
         if name not in (*copies, PRUNE_PLAN):
             path = opened.path / name
             ours.add(path.is_file() and path.read_bytes() == content)
-    check_sidecars(opened)
     if not ours:
         return None
     return "installed" if ours == {True} else "another version"

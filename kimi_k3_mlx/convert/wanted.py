@@ -19,7 +19,7 @@ from kimi_k3_mlx.schema import Json, Quantization
 from kimi_k3_mlx.tensors.local import LocalSource
 from kimi_k3_mlx.tensors.source import Source
 
-AGAIN = "convert it again with --overwrite."
+AGAIN = "make it again with --overwrite."
 DROPPED = ("quantization_config", "auto_map", "model_file")
 
 

@@ -96,7 +96,7 @@ def read_journal(folder: Path) -> Journal | None:
         if identity is None:
             identity = value
         elif "forget" in value:
-            records.pop(value["forget"], None)
+            records.pop(str(value["forget"]), None)
         elif "partial" in value:
             partial = _record(path, number, value["partial"])
         else:
@@ -120,7 +120,7 @@ def _line(path: Path, number: int, line: bytes) -> Json:
 def _record(path: Path, number: int, value: Json) -> ShardRecord:
     try:
         return ShardRecord.from_json(value)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, number) from error
 
 

@@ -77,7 +77,7 @@ def test_alone(kimi: Run, tiny_build: Path) -> None:
     size = format_bytes(sum(path.stat().st_size for path in tiny_build.glob("*.safetensors")))
     lines = (
         f"{tiny_build} is as it was written",
-        f"SHA-256       of 8 shards and 4 small files as the manifest says, {size} in ### s",
+        f"SHA-256       of 8 shards and 6 small files as the manifest says, {size} in ### s",
         "shapes        160 tensors as index, headers and config.json say",
         "not compared  values with the source: give it with --hf-path",
     )
@@ -129,7 +129,7 @@ def test_one_flipped_bit_anywhere_is_a_mismatch(
     result = kimi("verify", "--mlx-path", build, *source, "-q")
     assert (result.code, result.out) == (3, "")
     assert f"kimi-k3: error: {f'{path.name}: SHA-256' if alone else 'tensor '}" in result.err
-    assert "hint: convert it again with --overwrite." in result.err
+    assert "hint: make it again with --overwrite." in result.err
 
 
 def test_a_damaged_source_is_not_a_mismatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kimi_k3_mlx.convert import run as run_module
 from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
+from kimi_k3_mlx.convert.sidecars import read_manifest
 from kimi_k3_mlx.convert.verify import verify_build
 from kimi_k3_mlx.errors import InterruptedBuildError, UsageError
 from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan
@@ -121,3 +123,26 @@ def test_a_commit_that_moved_is_another_source(
     moved = open_repository(NAME)
     with pytest.raises(UsageError, match=r"with other options \(source_sha256 "):
         run(plan_build(moved, load_profile("mxfp4")), moved, out)
+
+
+def test_the_same_command_continues_at_the_commit_it_began_with(
+    hub: FakeHub, tiny_source: Path, tmp_path: Path
+) -> None:
+    """The branch moved by a word in the licence, and 400 GB were refused."""
+    out = tmp_path / "out"
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what == "layer 3/5":
+            raise KeyboardInterrupt
+
+    source = open_repository(NAME)
+    with pytest.raises(InterruptedBuildError):
+        run(plan_build(source, load_profile("mxfp4")), source, out, stop)
+    other = Path(shutil.copytree(tiny_source, tmp_path / "other"))
+    (other / "LICENSE").write_text("other words")
+    hub.add(NAME, other)
+    assert main(["convert", "--hf-path", NAME, "--mlx-path", str(out), "-q"]) == 0
+    manifest = read_manifest(out)
+    assert manifest is not None
+    assert manifest.source.commit == source.commit
+    assert (out / "LICENSE").read_bytes() == (tiny_source / "LICENSE").read_bytes()

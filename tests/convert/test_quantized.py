@@ -17,7 +17,8 @@ from kimi_k3_mlx.convert import shards
 from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile, parse_profile, with_trunk
 from kimi_k3_mlx.convert.run import BuildSummary, run
-from kimi_k3_mlx.errors import CheckpointError
+from kimi_k3_mlx.convert.verify import verify_build
+from kimi_k3_mlx.errors import CheckpointError, UsageError
 from kimi_k3_mlx.profile import Profile
 from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan
 from kimi_k3_mlx.schema import Quantization
@@ -247,3 +248,33 @@ def test_a_graded_layer_has_two_banks_of_its_own_bits(source: LocalSource, tmp_p
     for name in (f"{base}gate.weight", f"{base}e_score_correction_bias"):
         assert mx.array_equal(found[name], whole[name][order])
     assert {change.name.split(".")[-3] for change in summary.changed} == {"switch_mlp_low"}
+
+
+def test_groups_that_do_not_divide_an_experts_rows_are_refused(source: LocalSource) -> None:
+    """A dry run accepted it, and the run stopped after a layer: the sizes came out otherwise."""
+    text = 'version = 1\nname = "x"\nsummary = "s"\ntrunk = "source"\n'
+    profile = parse_profile(f"{text}experts = {{ bits = 2, group_size = 128 }}", "x")
+    with pytest.raises(UsageError, match="rows of 64, which groups of 128 don't divide"):
+        plan_build(source, profile)
+
+
+def test_an_override_that_matches_nothing_is_refused(source: LocalSource) -> None:
+    text = 'version = 1\nname = "x"\nsummary = "s"\ntrunk = "source"\nexperts = "mxfp4"\n'
+    for pattern in ("*.self_attn.bprojj", "*norm*", "*_res_proj", "*.switch_mlp.*"):
+        profile = parse_profile(f'{text}[overrides]\n"{pattern}" = "mxfp8"\n', "x")
+        with pytest.raises(UsageError, match=r"override '.*' matches no matrix"):
+            plan_build(source, profile)
+
+
+def test_formats_that_differ_by_layer_are_told_apart(source: LocalSource, tmp_path: Path) -> None:
+    """`g_proj` was once said to have 8 bits in five layers, and had 5 in one of them."""
+    text = 'version = 1\nname = "x"\nsummary = "s"\nexperts = "mxfp4"\n'
+    text += "trunk = { bits = 8, group_size = 64 }\n[overrides]\n"
+    profile = parse_profile(f'{text}"*.layers.1.*" = {{ bits = 5, group_size = 32 }}\n', "x")
+    out, summary = build(source, profile, tmp_path / "out")
+    name = "language_model.model.layers.*.self_attn.g_proj.weight"
+    told = [(c.stored_as, c.n_tensors) for c in summary.changed if c.name == name]
+    assert told == [("5 bits, groups of 32", 1), ("8 bits, groups of 64", 4)]
+    report = verify_build(out, source)
+    verified = [(r.stored_as, r.n_tensors) for r in report.rounded if r.name == name]
+    assert verified == told

@@ -331,3 +331,15 @@ def test_a_folder_that_can_not_be_made(tiny_plan: Planned, tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(KimiError, match="file/out: Not a directory"):
         run(*tiny_plan, tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json", "LICENSE"])
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_a_finished_build_whose_small_files_changed_is_not_called_finished(
+    name: str, damage: str, build: Path, tiny_plan: Planned
+) -> None:
+    (build / name).write_text("{")
+    if damage == "gone" and name != "config.json":
+        (build / name).unlink()
+    with pytest.raises(UsageError, match=f"finished build, but {name} is missing or has changed"):
+        run(*tiny_plan, build)

@@ -245,7 +245,7 @@ def test_a_changed_field_deep_inside_is_named(build: Path, caught: Check) -> Non
 
 def test_a_missing_and_a_damaged_manifest_are_caught(build: Path, caught: Check) -> None:
     (build / MANIFEST).write_text("{}")
-    assert caught(build).startswith(f"{MANIFEST} is damaged: {MANIFEST} has version None")
+    assert caught(build).startswith(f"{MANIFEST} has version None, expected 1")
     (build / MANIFEST).unlink()
     assert caught(build) == f"{MANIFEST} is missing in {build}."
 
@@ -257,7 +257,7 @@ def test_a_missing_and_a_damaged_manifest_are_caught(build: Path, caught: Check)
         (lambda value: value["source"].update(headers_sha256="0"), "source.headers_sha256 is 0, "),
         (lambda value: value["shards"][0].update(n_bytes=1), f"bytes, {MANIFEST} says 1 bytes."),
         (lambda value: value["shards"].pop(), f"bytes, {MANIFEST} says no bytes."),
-        (lambda value: value["profile"].update(bits=4), "is damaged: "),
+        (lambda value: value["profile"].update(bits=4), "is damaged in its profile: "),
     ],
 )
 def test_a_manifest_of_another_build_is_caught(

@@ -18,6 +18,7 @@ from kimi_k3_mlx.convert.alone import sha256_of, verify_alone
 from kimi_k3_mlx.convert.verify import verify_build
 from kimi_k3_mlx.errors import MismatchError, UsageError
 from kimi_k3_mlx.prune_plan import PrunePlan
+from kimi_k3_mlx.tensors.journal import JOURNAL
 from kimi_k3_mlx.tensors.local import open_source
 from kimi_k3_mlx.tensors.source import INDEX, MANIFEST
 from tests.convert.damage import LAYER, changing_config, changing_json, replaced, shard_of
@@ -44,6 +45,25 @@ def caught(build: Path, prune: PrunePlan | None = None) -> str:
         verify_alone(build, prune=prune)
     assert error.value.exit_code == 3
     return error.value.message
+
+
+@pytest.mark.parametrize("kind", ["graded", "mxfp4"])
+def test_a_field_that_no_shape_depends_on_may_not_change_either(
+    kind: str, damaged: Callable[[str], Path]
+) -> None:
+    """A scaling factor of 99 once was "as it was written"."""
+    build = damaged(kind)
+    with changing_config(build) as config:
+        config["text_config"]["routed_scaling_factor"] = 99.0
+    assert caught(build).startswith("config.json: SHA-256 is ")
+
+
+def test_an_unfinished_build_is_to_be_finished_not_overwritten(build: Path) -> None:
+    (build / "config.json").unlink()
+    (build / JOURNAL).write_text("{}\n")
+    with pytest.raises(MismatchError, match="is an unfinished build") as error:
+        verify_alone(build)
+    assert error.value.hint == "run the command that began it again to finish it."
 
 
 def test_what_is_reported(tiny_source: Path) -> None:
@@ -133,8 +153,8 @@ def test_an_index_that_the_headers_contradict_is_caught(
         (lambda value: value["shards"][2].update(sha256="0"), f"{MANIFEST} says 0."),
         (lambda value: value["sidecars"].update(LICENSE="0"), "LICENSE: SHA-256 is "),
         (lambda value: value["sidecars"].update(more="0"), "more is missing in "),
-        (lambda value: value.update(version=9), "is damaged: kimi_k3_mlx.json has version 9"),
-        (lambda value: value.update(profile={}), f"{MANIFEST} is damaged: "),
+        (lambda value: value.update(version=9), "kimi_k3_mlx.json has version 9"),
+        (lambda value: value.update(profile={}), f"{MANIFEST} is damaged in its profile: "),
         (lambda value: value.update(prune_sha256="0"), "prune_plan.json is missing in "),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,26 @@ def test_reading_changes_nothing(journal: Path) -> None:
     (journal / JOURNAL).write_bytes(torn)
     read_journal(journal)
     assert (journal / JOURNAL).read_bytes() == torn
+
+
+WRONG = [
+    {"n_bytes": "a"}, {"n_bytes": -5}, {"n_bytes": 1.5}, {"losses": [1]}, {"losses": {"x": [1]}},
+    {"nan_scales": "x"}, {"name": 5}, {"sha256": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG, ids=str)
+@pytest.mark.parametrize("partial", [True, False])
+def test_records_of_the_wrong_type_are_damage(
+    journal: Path, change: dict[str, object], partial: bool
+) -> None:
+    """They ended as a damaged manifest, or as an unexpected error once the build was written."""
+    record = TWO.to_json() | change
+    line = json.dumps({"partial": record} if partial else record).encode()
+    lines = (journal / JOURNAL).read_bytes().splitlines(keepends=True)
+    (journal / JOURNAL).write_bytes(b"".join([lines[0], line + b"\n", lines[2]]))
+    with pytest.raises(CheckpointError, match=r"damaged in line 2"):
+        read_journal(journal)
 
 
 @pytest.mark.parametrize("line", [b"nonsense", b"[]", b"{}", b"\xff"])
