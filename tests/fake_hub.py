@@ -5,7 +5,6 @@ the Hub; a log of what was asked; and faults that the next requests meet. Big fi
 to signed links on another origin, as the Hub does: the endpoint is 127.0.0.1, its CDN localhost.
 
     with FakeHub() as hub, use_hub(hub, tmp_path):
-        commit = hub.add("moonshotai/Tiny-K3", folder)
         hub.inject(Fault("cdn", cut=1000))  # the next body breaks off after 1000 bytes
 """
 
@@ -80,16 +79,14 @@ class FakeHub:
         self.bytes_per_second = inf
         """Of all connections together."""
         self.repositories: dict[str, tuple[Path, str]] = {}
-        self.commits: dict[tuple[str, str], tuple[Path, str]] = {}
-        """All that were ever served, as a Hub does; big files come from the newest."""
+        self.commits: dict[tuple[str, str], tuple[Path, str]] = {}  # all, as a Hub keeps them
         self.pauses: list[float] = []
         self._faults: list[Fault] = []
         self._links: dict[int, int] = {}
         self._busy_until = 0.0
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._port = self._server.server_port
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 
@@ -141,7 +138,7 @@ class FakeHub:
         with self._lock:
             number = len(self._links)
             self._links[number] = 0
-        return f"http://localhost:{self._port}/cdn/{repository}/{quote(name)}?Signature={number}"
+        return f"http://localhost:{self._server.server_port}/cdn/{repository}/{quote(name)}?Signature={number}"
 
     def use_link(self, number: int) -> bool:
         """Whether a link is still good; counts its uses."""
@@ -217,11 +214,11 @@ class _Handler(BaseHTTPRequestHandler):
         found = self.hub.repositories.get(repository)
         if not found or (self.hub.token and self._token != self.hub.token):
             raise _Refusal(401, "RepoNotFound")
-        if revision in (None, "", "main"):
-            return found
-        if (repository, revision) not in self.hub.commits:
+        if revision not in (None, "", "main"):
+            found = self.hub.commits.get((repository, revision))
+        if not found:
             raise _Refusal(404, "RevisionNotFound")
-        return self.hub.commits[repository, revision]
+        return found
 
     def _api(self, repository: str, revision: str | None, _: str) -> None:
         folder, commit = self._folder(repository, revision)
@@ -303,8 +300,7 @@ def names_in(folder: Path) -> list[str]:
 
 def etag_of(path: Path) -> str:
     """The SHA-256 of a file as it is now."""
-    stat = path.stat()
-    return _sha256(path, stat.st_mtime_ns, stat.st_size)
+    return _sha256(path, path.stat().st_mtime_ns, path.stat().st_size)
 
 
 @cache
@@ -350,5 +346,5 @@ def use_hub(hub: FakeHub, home: Path) -> Iterator[pytest.MonkeyPatch]:
 
 def environment(hub: FakeHub, home: Path) -> dict[str, str]:
     """The same for another process: what is to be changed in its environment."""
-    flags = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    flags = dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
     return flags | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
