@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from kimi_k3_mlx.errors import UsageError
+from kimi_k3_mlx.units import DECIMAL
 
 if TYPE_CHECKING:
     from kimi_k3_mlx.prune_plan import PrunePlan
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 MAX_WIDTH = 100
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MAX_SEED = 2**64 - 1
+UNITS = DECIMAL | {"MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -250,3 +253,12 @@ def number(text: str, highest: float, wanted: str) -> float:
     if not 0 <= value <= highest:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
     return value
+
+
+def n_bytes(text: str) -> int:
+    """Bytes with a unit: 451GB, 420GiB, or a plain number."""
+    match = SIZE.fullmatch(text.strip())
+    units = {name.upper(): value for name, value in UNITS.items()} | {"": 1}
+    if not match or match[2].upper() not in units:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 451GB or 420GiB")
+    return int(float(match[1]) * units[match[2].upper()])

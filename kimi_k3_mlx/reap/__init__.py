@@ -1,0 +1,1 @@
+"""Which experts matter: corpora, the statistics of a calibration run, and plans cut from them."""

@@ -1,0 +1,76 @@
+"""Random routing to accumulate: whole sequences of tagged tokens, with real expert outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kimi_k3_mlx.reap.saliency import Accumulator, Saliency, Tags, observe
+
+SOURCES = ("code", "zh", "en")
+LAYERS = (1, 2, 4)
+EXPERTS, TOP_K, LATENT = 12, 3, 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of some sequences in one layer."""
+
+    tags: Tags
+    experts: np.ndarray
+    gates: np.ndarray
+    outputs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def take(self, rows: np.ndarray) -> Batch:
+        """Some of the tokens, in another order."""
+        tags = Tags(self.tags.source[rows], self.tags.sequence[rows], self.tags.fold[rows])
+        return Batch(tags, self.experts[rows], self.gates[rows], self.outputs[rows])
+
+    def of(self, sequences: list[int]) -> Batch:
+        """The tokens of some sequences."""
+        return self.take(np.flatnonzero(np.isin(self.tags.sequence, sequences)))
+
+
+def random_batch(
+    seed: int, n_sequences: int = 9, length: int = 20, first: int = 0, layer: int = 0
+) -> Batch:
+    """Sequences of one source each, the same in every layer, whose experts depend on both."""
+    lengths = np.random.default_rng(seed).integers(1, length + 1, n_sequences)
+    rng = np.random.default_rng((seed, layer))
+    sequence = np.repeat(np.arange(n_sequences), lengths)
+    source = sequence % len(SOURCES)
+    taste = (
+        rng.normal(size=(n_sequences, EXPERTS))
+        + rng.normal(size=(3, EXPERTS))[np.arange(n_sequences) % 3]
+    )
+    scores = taste[sequence] + rng.normal(size=(len(sequence), EXPERTS))
+    scores[:, EXPERTS - 1] = -99  # never routed
+    experts = np.argsort(-scores, axis=1)[:, :TOP_K]
+    gates = rng.uniform(0.05, 1, experts.shape)
+    gates /= gates.sum(axis=1, keepdims=True)
+    outputs = rng.lognormal(size=(*experts.shape, 1)) * rng.normal(size=(*experts.shape, LATENT))
+    tags = Tags(source, sequence + first, sequence // len(SOURCES) % 2)
+    return Batch(tags, experts, gates, outputs)
+
+
+def accumulator(layers: tuple[int, ...] = LAYERS) -> Accumulator:
+    """An empty one."""
+    return Accumulator(SOURCES, layers, EXPERTS, TOP_K)
+
+
+def feed(acc: Accumulator, layer: int, batch: Batch) -> None:
+    """Add a batch."""
+    seen = observe(batch.experts, batch.gates, batch.outputs)
+    acc.add(layer, batch.tags, batch.experts, batch.gates, *seen)
+
+
+def random_store(seed: int = 0, n_sequences: int = 9, length: int = 20, first: int = 0) -> Saliency:
+    """A finished run over every layer."""
+    acc = accumulator()
+    for layer in LAYERS:
+        feed(acc, layer, random_batch(seed, n_sequences, length, first, layer))
+    return acc.finish("model-a", {"corpus": f"seed {seed}"})

@@ -1,0 +1,1 @@
+"""The layer stream against whole models in memory."""
