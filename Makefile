@@ -41,7 +41,7 @@ $(COMPLETE): $(INSTALLED)
 	@touch $@
 
 test: lint $(COMPLETE)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n auto $(PYTEST_ARGS)
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .
