@@ -13,9 +13,12 @@ import pytest
 from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
+from kimi_k3_mlx.convert.sidecars import PRUNE_PLAN
+from kimi_k3_mlx.prune_plan import read_plan
 from kimi_k3_mlx.reap.calibrate import calibrate, measure
 from kimi_k3_mlx.reap.corpus import Corpus, load_corpus, parse_specs
 from kimi_k3_mlx.reap.pairs import observe
+from kimi_k3_mlx.reap.planner import Planner, Recipe
 from kimi_k3_mlx.reap.saliency import Accumulator, Saliency, Tags, load_saliency, merge
 from kimi_k3_mlx.runtime.load import load_weights
 from kimi_k3_mlx.stream import engine
@@ -175,6 +178,24 @@ def test_on_the_command_line_from_text_to_a_plan(tmp_path: Path) -> None:
         "convert", "--hf-path", tiny, "--prune-plan", plan, "--mlx-path", tmp_path / "out", "-q"
     )
     assert (built.code, built.err) == (0, "")
+
+
+def test_prune_takes_a_count_and_statistics(tmp_path: Path) -> None:
+    """The same experts as a plan of that size keeps."""
+    tiny = open_source(Path(__file__).parents[2] / "kimi_k3_mlx/assets/tiny-k3")
+    store = calibrate(tiny, corpus_of(tmp_path), memory=GB)
+    store.save(tmp_path / "s.safetensors")
+    out, stats = tmp_path / "out", ["--stats", tmp_path / "s.safetensors"]
+    args = ["prune", "--hf-path", tiny.path, "--out", out, "-q"]
+    done = program(*args, *stats, "--keep", "24")
+    assert (done.code, done.err) == (0, "")
+    expected = Planner(store, Recipe()).cut(24)
+    assert read_plan((out / PRUNE_PLAN).read_text(), "p").layers == expected.layers
+    both = [*stats, "--keep", "24", "--prune-plan", out / PRUNE_PLAN]
+    for wrong in (stats, ["--keep", "24"], both):
+        refused = program(*args, *wrong)
+        assert refused.code == 2
+        assert refused.err.startswith("kimi-k3: error: what stays must be said once.")
 
 
 def test_a_dry_run_says_what_the_corpus_holds(tmp_path: Path) -> None:
