@@ -1,12 +1,12 @@
 """Packs reference checkpoints and vectors into tests/golden/, small enough to commit.
 
-One `NAME.safetensors.xz` for each text configuration: the weights under their source names, the
+One `NAME.safetensors.xz` for each configuration: the weights under their source names, the
 vectors under `golden/`, config.json and meta.json in the metadata. Lossless for what is kept.
-Left out: the vision tower, the embedding rows of tokens that no vector uses (zeroed), inner
-vectors, bfloat16 runs. A vector that exists in float64 and float32 is kept once, as the float64
-value rounded to float32.
+Left out: the embedding rows of tokens that no vector uses (zeroed), inner vectors, bfloat16 runs
+but those of the tower (`golden/bf16/`), and the tower of text configurations. A vector that exists
+in float64 and float32 is kept once, as the float64 value rounded to float32.
 
-python tools/copy_golden.py ../shared/golden tests/golden text_a text_c …
+python tools/copy_golden.py ../shared/golden tests/golden mm_a text_c …
 """
 
 import json
@@ -29,6 +29,7 @@ LEFT_OUT = (
     "latent_mix.",
     "final_mix",
 )
+VISION_LEFT_OUT = (".patch_embed", ".block.0", ".block.1", ".final_layernorm")
 EMBEDDING = "language_model.model.embed_tokens.weight"
 Tensors = dict[str, tuple[str, list[int], bytes]]
 
@@ -59,11 +60,17 @@ def pack(tensors: Tensors, metadata: dict[str, str]) -> bytes:
     return struct.pack("<Q", len(head)) + head + b"".join(t[2] for t in tensors.values())
 
 
+def sees(folder: Path) -> bool:
+    """Whether the configuration has vectors of the tower."""
+    return (folder / "golden" / "vision_f32.safetensors").is_file()
+
+
 def weights(folder: Path, used: set[int]) -> Tensors:
-    """The text weights; embedding rows outside `used` are zeroed."""
+    """The weights; embedding rows outside `used` are zeroed."""
     tensors: Tensors = {}
+    kept = ("language_model.", "vision_tower.", "mm_projector.")[: 3 if sees(folder) else 1]
     for path in sorted(folder.glob("*.safetensors")):
-        tensors |= {k: v for k, v in read(path).items() if k.startswith("language_model.")}
+        tensors |= {k: v for k, v in read(path).items() if k.startswith(kept)}
     dtype, shape, data = tensors[EMBEDDING]
     rows = np.frombuffer(data, np.uint8).reshape(shape[0], -1).copy()
     rows[[i for i in range(shape[0]) if i not in used]] = 0
@@ -72,11 +79,22 @@ def weights(folder: Path, used: set[int]) -> Tensors:
 
 
 def vectors(folder: Path) -> Tensors:
-    """The reference vectors: float64 rounded to float32 where there is a float64 run."""
-    tensors = read(folder / "text_f32.safetensors")
-    for name, (_, shape, data) in read(folder / "text_f64.safetensors").items():
+    """The reference vectors of the text model, and those with pictures if there are any."""
+    tensors = {k: v for k, v in runs(folder, "text").items() if not k.startswith(LEFT_OUT)}
+    if sees(folder.parent):
+        tower = runs(folder, "vision") | runs(folder, "mm")
+        tensors |= {k: v for k, v in tower.items() if not k.endswith(VISION_LEFT_OUT)}
+        bfloat16 = read(folder / "vision_bf16.safetensors")
+        tensors |= {f"bf16/{k}": v for k, v in bfloat16.items() if k.endswith(".projected")}
+    return tensors
+
+
+def runs(folder: Path, kind: str) -> Tensors:
+    """The float32 run, with the values of the float64 run, rounded, where it has them."""
+    tensors = read(folder / f"{kind}_f32.safetensors")
+    for name, (_, shape, data) in read(folder / f"{kind}_f64.safetensors").items():
         tensors[name] = ("F32", shape, np.frombuffer(data, "<f8").astype("<f4").tobytes())
-    return {k: v for k, v in tensors.items() if not k.startswith(LEFT_OUT)}
+    return tensors
 
 
 def token_ids(tensors: Tensors) -> set[int]:

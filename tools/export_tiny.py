@@ -21,8 +21,8 @@ from tiny_layout import load_artifact, write_tokenizer, write_weights
 from tiny_measure import PROMPTS, greedy_text, held_out_results, specialisation_results
 from tiny_model import TinyK3, text_config
 
-HELD_OUT_BYTES = 24_000
-HELD_OUT_PER_DOCUMENT = 4_000
+EXCERPT_BYTES = 24_000
+EXCERPT_PER_DOCUMENT = 4_000
 
 
 def _package(document: Document) -> str:
@@ -51,23 +51,26 @@ def _in_turns(documents: list[Document]) -> list[Document]:
     return [document for _, document in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def held_out_text(documents: list[Document]) -> str:
+def excerpts(documents: list[Document]) -> str:
     """About 24 KB of excerpts, documents separated by a line with one form feed."""
     wanted = [d for d in documents if d.domain == "code" or _package(d) in EXCERPT_PACKAGES]
-    parts, left = [], HELD_OUT_BYTES
+    parts, left = [], EXCERPT_BYTES
     for document in _in_turns(wanted):
-        text = _excerpt(document, min(left, HELD_OUT_PER_DOCUMENT))
+        text = _excerpt(document, min(left, EXCERPT_PER_DOCUMENT))
         if len(text.encode()) >= 400:
             parts.append(text)
             left -= len(text.encode()) + 2
     return "\f\n".join(parts)
 
 
-def write_held_out(corpus: Corpus, folder: Path) -> None:
-    (folder / "held_out").mkdir(exist_ok=True)
-    for domain in DOMAINS:
-        path = folder / "held_out" / f"{domain}.txt"
-        path.write_text(held_out_text(corpus.held_out[domain]), encoding="utf-8", newline="\n")
+def write_excerpts(corpus: Corpus, folder: Path) -> None:
+    """Of held-out documents to measure on, and of training documents to calibrate on."""
+    parts = {"held_out": corpus.held_out, "calibration": corpus.train_documents}
+    for name, documents in parts.items():
+        (folder / name).mkdir(exist_ok=True)
+        for domain in DOMAINS:
+            path = folder / name / f"{domain}.txt"
+            path.write_text(excerpts(documents[domain]), encoding="utf-8", newline="\n")
 
 
 def load_trained(checkpoint: Path) -> tuple[TinyK3, dict]:
@@ -142,7 +145,7 @@ def main() -> None:
     run = json.loads((args.run / "run.json").read_text())
     write_weights(model, args.artifact)
     write_tokenizer(corpus.tokenizer, args.artifact)
-    write_held_out(corpus, args.artifact)
+    write_excerpts(corpus, args.artifact)
     results = {
         "training": training_results(state, run),
         "corpus": corpus.facts,

@@ -95,7 +95,8 @@ def _held_out(results: dict) -> str:
         "a held-out document were removed from training. Measured on this artifact, read back "
         "from its files (float32). Every document begins with `[BOS]`; context starts anew in "
         "every window. The unigram model has the training text's token frequencies. Excerpts "
-        "are in `held_out/`, documents separated by a line with one form feed.\n\n"
+        "are in `held_out/`, documents separated by a line with one form feed; `calibration/` has "
+        "as much of training documents.\n\n"
         + table(
             ["domain", "model", "nats/token", "perplexity", "bits/byte"], _held_out_rows(results)
         )
@@ -147,9 +148,9 @@ def licence_note() -> str:
         "Weights, configuration and tokenizer: made by this project from scratch, under the\n"
         "Apache License 2.0 as far as rights in them are ours. They contain nothing of\n"
         "Moonshot AI's weights; the Kimi K3 License does not apply to them.\n\n"
-        "Text in held_out/: excerpts that keep the licence of their source.\n"
-        f"* held_out/code.txt: Python standard library, {STDLIB_LICENCE}\n"
-        "* held_out/english.txt, held_out/chinese.txt: from the Debian packages\n"
+        "Text in held_out/ and calibration/: excerpts that keep the licence of their source.\n"
+        f"* code.txt: Python standard library, {STDLIB_LICENCE}\n"
+        "* english.txt, chinese.txt: from the Debian packages\n"
         f"  {', '.join(EXCERPT_PACKAGES[:3])},\n  {', '.join(EXCERPT_PACKAGES[3:])}\n\n"
         "Licences of the training text, by Debian package (the authors and full texts are in\n"
         "/usr/share/doc/PACKAGE/copyright of each):\n"

@@ -273,10 +273,11 @@ def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[np
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokenizer, training tokens per domain, held-out documents per domain."""
+    """The tokenizer, and by domain training tokens and documents, and held-out documents."""
 
     tokenizer: Tokenizer
     train: dict[str, np.ndarray]
+    train_documents: dict[str, list[Document]]
     held_out: dict[str, list[Document]]
     facts: dict[str, object]
 
@@ -339,7 +340,8 @@ def build_corpus(cache: Path) -> Corpus:
     documents = _cached_documents(folder, cache)
     tokenizer = _cached_tokenizer(folder, documents)
     train = _cached_tokens(folder, tokenizer, documents)
-    held_out = {
-        domain: [d for d in documents if d.domain == domain and d.is_held_out] for domain in DOMAINS
-    }
-    return Corpus(tokenizer, train, held_out, _facts(cache, documents, train))
+    split = (
+        {d: [x for x in documents if x.domain == d and x.is_held_out == held_out] for d in DOMAINS}
+        for held_out in (False, True)
+    )
+    return Corpus(tokenizer, train, *split, _facts(cache, documents, train))

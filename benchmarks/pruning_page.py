@@ -1,0 +1,393 @@
+"""Tables and figures of what `benchmarks.pruning` measured.
+
+Input: its results.json. Output: README.md and figures beside it. Every number is computed here from
+the sums of each plan and document; intervals are of documents drawn again, within each domain.
+
+    python -m benchmarks.pruning_page [docs/evidence]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kimi_k3_mlx.reap.intervals import LEVEL, Resampled, resample
+
+LADDER = ("random", "frequency", "weighted-ean", "reap", "man", "loo")
+LABELS = {
+    "random": "random (5 seeds)",
+    "frequency": "frequency, n/T",
+    "weighted-ean": "weighted-ean, Σc/T",
+    "reap": "reap, Σc/n",
+    "man": "man, ΣN/n",
+    "loo": "loo, ΣΔ/n",
+}
+COLOURS = dict(
+    zip(LADDER, ("#999999", "#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73"), strict=True)
+)
+DOMAINS = ("code", "english", "chinese")
+MIDDLE = (32, 16)
+
+
+class Value(NamedTuple):
+    """Nats a token, with the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+    @property
+    def differs(self) -> bool:
+        """Whether 0 is outside."""
+        return self.low > 0 or self.high < 0
+
+
+class Results:
+    """Added nats a token of recipes, averaged over their seeds and over the domains asked for."""
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        self.raw = results
+        documents = results["documents"]
+        self.names = list(documents["plans"])
+        self.keeps: list[int] = results["keeps"]
+        self.n_experts: int = results["n_experts"]
+        columns = [documents["tokens"], documents["parent"]]
+        columns += [documents["plans"][name]["nll"] for name in self.names]
+        groups = np.array([DOMAINS.index(domain) for domain in documents["domains"]])
+        self.resampled: Resampled = resample(np.array(columns).T, groups, len(DOMAINS))
+
+    @cached_property
+    def replicas(self) -> np.ndarray:
+        """Added nats [1 + resamples, domains, plans]; the first row is the measured one."""
+        sums = np.concatenate([self.resampled.sums[None], self.resampled.replicas])[:, :-1]
+        return (sums[:, :, 2:] - sums[:, :, 1:2]) / sums[:, :, :1]
+
+    def seeds(self, recipe: str, keep: int) -> list[int]:
+        """Where a recipe's plans are."""
+        return [at for at, name in enumerate(self.names) if name.startswith(f"{recipe}/{keep}/")]
+
+    def added(self, recipe: str, keep: int, domains: tuple[str, ...] = DOMAINS) -> Value:
+        """Against the parent."""
+        return interval(self._mean(recipe, keep, domains))
+
+    def against(
+        self, recipe: str, other: str, keep: int, domains: tuple[str, ...] = DOMAINS
+    ) -> Value:
+        """Against another recipe, on the same documents."""
+        return interval(self._mean(recipe, keep, domains) - self._mean(other, keep, domains))
+
+    def by_seed(self, recipe: str, keep: int) -> np.ndarray:
+        """Each seed's added nats, mean of the domains."""
+        return self.replicas[0][:, self.seeds(recipe, keep)].mean(0)
+
+    def retained(self, recipe: str, keep: int, domain: str) -> float:
+        """Share of a domain's Σc that a recipe keeps, mean of its seeds."""
+        rows = self.raw["retained"]
+        names = [self.names[at] for at in self.seeds(recipe, keep)]
+        return float(np.mean([rows[name]["mass"][domain] for name in names]))
+
+    def _mean(self, recipe: str, keep: int, domains: tuple[str, ...]) -> np.ndarray:
+        where = [DOMAINS.index(domain) for domain in domains]
+        return self.replicas[:, where][:, :, self.seeds(recipe, keep)].mean((1, 2))
+
+
+def interval(replicas: np.ndarray) -> Value:
+    """The measured value, and the quantiles of the others."""
+    edge = (1 - LEVEL) / 2
+    low, high = np.quantile(replicas[1:], (edge, 1 - edge))
+    return Value(float(replicas[0]), float(low), float(high))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def share(results: Results, keep: int) -> str:
+    """`50 %`."""
+    return f"{100 * keep / results.n_experts:g} %"
+
+
+def ladder(results: Results) -> str:
+    """Criteria by size."""
+    keeps = results.keeps
+    rows = [
+        [LABELS[name], *(f"{results.added(name, keep).value:.3f}" for keep in keeps)]
+        for name in LADDER
+    ]
+    spread = [results.by_seed("random", keep) for keep in keeps]
+    rows.insert(
+        1, ["— its least and most", *(f"{one.min():.3f} to {one.max():.3f}" for one in spread)]
+    )
+    return table(["kept", *(share(results, keep) for keep in keeps)], rows)
+
+
+def paired(results: Results) -> str:
+    """Each criterion against REAP, on the same documents."""
+    rows = []
+    for name in LADDER:
+        if name != "reap":
+            values = [results.against(name, "reap", keep) for keep in results.keeps]
+            cells = [f"**{value}**" if value.differs else str(value) for value in values]
+            rows.append([LABELS[name], *cells])
+    return table(["minus reap", *(share(results, keep) for keep in results.keeps)], rows)
+
+
+def seeds(results: Results) -> str:
+    """How much the draw of the calibration text moves the result."""
+    rows = []
+    for name in LADDER[1:]:
+        values = [results.by_seed(name, keep) for keep in results.keeps]
+        rows.append([LABELS[name], *(f"{np.ptp(one):.3f}" for one in values)])
+    return table(["most − least", *(share(results, keep) for keep in results.keeps)], rows)
+
+
+def languages(results: Results) -> str:
+    """With and without Chinese."""
+    rows = []
+    for keep in MIDDLE:
+        for recipe, what in (
+            ("reap", "all three"),
+            ("reap-without-chinese", "without Chinese"),
+            ("reap-code-only", "code only"),
+            ("reap-max-min", "max-min of all three"),
+        ):
+            added = [str(results.added(recipe, keep, (domain,))) for domain in DOMAINS]
+            mass = " / ".join(f"{results.retained(recipe, keep, name):.3f}" for name in DOMAINS)
+            rows.append([share(results, keep), what, *added, mass])
+    return table(["kept", "chosen from", *DOMAINS, "retained Σc of each"], rows)
+
+
+def allocation(results: Results) -> str:
+    """One number of experts a layer against as many where they seem needed."""
+    rows = [
+        [share(results, keep), name, str(results.against(f"{name}-per-layer", name, keep))]
+        for keep in MIDDLE
+        for name in ("reap", "loo")
+    ]
+    return table(["kept", "criterion", "per-layer minus uniform"], rows)
+
+
+def overlaps(results: Results) -> str:
+    """What domains share."""
+    found = results.raw["choices"]
+    rows = [
+        [pair, f"{row['share']:.3f}", f"{row['chance']:.3f}", f"{row['z']:+.1f}"]
+        for pair, row in found["pairs"].items()
+    ]
+    rows += [
+        [f"{name}, another draw", f"{value:.3f}", f"{found['keep'] / results.n_experts:.3f}", ""]
+        for name, value in found["same_domain_other_draw"].items()
+    ]
+    return table(["domains", f"shared of {found['keep']}", "chance", "z"], rows)
+
+
+def flipped(results: Results) -> str:
+    """What leaving Chinese out changes, beside what another draw of the same texts changes."""
+    rows = [
+        [
+            share(results, int(keep)),
+            str(row["slots"]),
+            ", ".join(map(str, row["without_chinese"])),
+            ", ".join(map(str, row["other_draw"])),
+        ]
+        for keep, row in results.raw["choices"]["flips"].items()
+    ]
+    return table(["kept", "slots", "flips without Chinese", "flips of another draw"], rows)
+
+
+def knee(results: Results) -> str:
+    """What each further step of pruning adds."""
+    rows = []
+    for name in ("reap", "loo"):
+        values = [results.added(name, keep).value for keep in results.keeps]
+        kept = [results.n_experts, *results.keeps]
+        steps = np.diff([0.0, *values]) / (-np.diff(kept) / results.n_experts * 100)
+        rows.append([LABELS[name], *(f"{step:.4f}" for step in steps)])
+    return table(
+        ["nats a percent", *(f"to {share(results, keep)}" for keep in results.keeps)], rows
+    )
+
+
+def verdicts(results: Results) -> str:
+    """Published claims, each judged by its interval."""
+    chinese = ("chinese",)
+    claims = [
+        ("Frequency loses more than REAP (REAP's paper)", "frequency", "reap", DOMAINS),
+        ("Random loses more than REAP", "random", "reap", DOMAINS),
+        ("Σc/T (the MLX port's REAP) loses more than Σc/n", "weighted-ean", "reap", DOMAINS),
+        ("Leave-one-out loses less than REAP (pilot)", "reap", "loo", DOMAINS),
+        ("Frequency loses more than random on Chinese (pilot)", "frequency", "random", chinese),
+        ("Calibrating without Chinese hurts Chinese", "reap-without-chinese", "reap", chinese),
+    ]
+    rows = []
+    for text, worse, better, domains in claims:
+        cells = []
+        for keep in MIDDLE:
+            value = results.against(worse, better, keep, domains)
+            word = "yes" if value.low > 0 else "no: the reverse" if value.high < 0 else "not shown"
+            cells.append(f"{word}: {value}")
+        rows.append([text, *cells])
+    return table(["claim", *(f"{share(results, keep)} kept" for keep in MIDDLE)], rows)
+
+
+def figure_ladder(results: Results, path: Path) -> None:
+    """Added nats by size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    for axes, domains, title in zip(
+        figure.subplots(1, 2, sharey=True), (DOMAINS, ("chinese",)),
+        ("mean of code, English and Chinese", "Chinese"), strict=True,
+    ):  # fmt: skip
+        for name in LADDER:
+            values = [results.added(name, keep, domains) for keep in results.keeps]
+            below = [one.value - one.low for one in values]
+            above = [one.high - one.value for one in values]
+            axes.errorbar(
+                [100 * keep / results.n_experts for keep in results.keeps],
+                [one.value for one in values], yerr=[below, above], label=LABELS[name],
+                color=COLOURS[name], marker="o", markersize=4, capsize=2, linewidth=1.4,
+                linestyle="--" if name == "random" else "-",
+            )  # fmt: skip
+        axes.invert_xaxis()
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("experts kept, %")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("added nats a token")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def figure_languages(results: Results, path: Path) -> None:
+    """What is lost in each language, and how little the retained mass says of it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    recipes = {"reap": "all three", "reap-without-chinese": "without Chinese"}
+    for number, (recipe, label) in enumerate(recipes.items()):
+        places = np.arange(len(DOMAINS)) + 0.38 * (number - 0.5)
+        values = [results.added(recipe, MIDDLE[0], (domain,)) for domain in DOMAINS]
+        errors = [[one.value - one.low for one in values], [one.high - one.value for one in values]]
+        colour = ("#0072B2", "#D55E00")[number]
+        left.bar(places, [one.value for one in values], 0.36, yerr=errors, color=colour,
+                 capsize=3, label=f"calibrated on {label}" if not number else label)  # fmt: skip
+        masses = [results.retained(recipe, MIDDLE[0], domain) for domain in DOMAINS]
+        right.bar(places, masses, 0.36, color=colour)
+    for axes, title in ((left, "added nats a token"), (right, "retained share of Σc")):
+        axes.set_xticks(range(len(DOMAINS)), DOMAINS)
+        axes.set_title(f"{title}, {share(results, MIDDLE[0])} kept", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """The same bytes for the same numbers."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
+PAGE = """# Pruning, measured on the tiny K3
+
+Written by `python -m benchmarks.pruning_page` from `results.json`; do not edit.
+
+The model is the trained tiny K3 that comes with the package ({n_layers} MoE layers of {n_experts}
+experts, 4 a token; its card says what it is). {n_seeds} draws of {tokens:,} calibration tokens from
+its training texts, equal weights of code, English and Chinese; measured on {held_out:,} tokens of
+{n_documents} documents it never saw, parent and {n_plans} plans in one stream. All numbers are
+added nats a token against the parent ({parent}), mean of the three domains
+and of the draws unless said; brackets are 95 % intervals of documents drawn again; in differences
+both sides are of the same documents.
+**One small model: directions, not magnitudes. Nothing here was measured on the real K3.**
+
+## Criteria
+
+![added nats by criterion and size](ladder.svg)
+
+{ladder}
+
+Against REAP, paired (bold: the interval excludes 0):
+
+{paired}
+
+The draw of the calibration text alone moves a result by:
+
+{seeds}
+
+## Languages
+
+![with and without Chinese](languages.svg)
+
+{languages}
+
+{flipped}
+
+`code only` and `without Chinese` are the same statistics with sources masked. Flips are experts
+that change places over all layers; three numbers are three draws.
+
+## What domains share
+
+{overlaps}
+
+## Allocation
+
+{allocation}
+
+## Is there a knee?
+
+Added nats for each percent of the experts that goes, from one size to the next:
+
+{knee}
+
+## Which published claims reproduce here
+
+{verdicts}
+"""
+
+
+def write_page(raw: dict[str, Any], out: Path) -> None:
+    """README.md and figures."""
+    results = Results(raw)
+    documents = raw["documents"]
+    sums = results.resampled.sums
+    parent = ", ".join(f"{name} {sums[at, 1] / sums[at, 0]:.3f}" for at, name in enumerate(DOMAINS))
+    runs = next(iter(raw["calibrated_on"].values()))
+    figure_ladder(results, out / "ladder")
+    figure_languages(results, out / "languages")
+    text = PAGE.format(
+        n_layers=int(raw["choices"]["flips"]["32"]["slots"]) // 32,
+        n_experts=results.n_experts,
+        n_seeds=len(raw["calibrated_on"]),
+        tokens=runs[0]["corpus"]["n_tokens"],
+        held_out=int(sums[-1, 0]),
+        n_documents=len(documents["domains"]),
+        n_plans=len(results.names),
+        parent=parent,
+        **{
+            part.__name__: part(results)
+            for part in (
+                ladder, paired, seeds, languages, flipped, overlaps, allocation, knee, verdicts,
+            )
+        },
+    )  # fmt: skip
+    (out / "README.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/evidence")
+    write_page(json.loads((folder / "results.json").read_text()), folder)
