@@ -10,111 +10,19 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kimi_k3_mlx.reap.intervals import LEVEL, Resampled, resample
-
-LADDER = ("random", "frequency", "weighted-ean", "reap", "man", "loo")
-LABELS = {
-    "random": "random (5 seeds)",
-    "frequency": "frequency, n/T",
-    "weighted-ean": "weighted-ean, Σc/T",
-    "reap": "reap, Σc/n",
-    "man": "man, ΣN/n",
-    "loo": "loo, ΣΔ/n",
-}
-COLOURS = dict(
-    zip(LADDER, ("#999999", "#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73"), strict=True)
-)
-DOMAINS = ("code", "english", "chinese")
-MIDDLE = (32, 16)
-
-
-class Value(NamedTuple):
-    """Nats a token, with the ends of its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
-    @property
-    def differs(self) -> bool:
-        """Whether 0 is outside."""
-        return self.low > 0 or self.high < 0
-
-
-class Results:
-    """Added nats a token of recipes, averaged over their seeds and over the domains asked for."""
-
-    def __init__(self, results: dict[str, Any]) -> None:
-        self.raw = results
-        documents = results["documents"]
-        self.names = list(documents["plans"])
-        self.keeps: list[int] = results["keeps"]
-        self.n_experts: int = results["n_experts"]
-        columns = [documents["tokens"], documents["parent"]]
-        columns += [documents["plans"][name]["nll"] for name in self.names]
-        groups = np.array([DOMAINS.index(domain) for domain in documents["domains"]])
-        self.resampled: Resampled = resample(np.array(columns).T, groups, len(DOMAINS))
-
-    @cached_property
-    def replicas(self) -> np.ndarray:
-        """Added nats [1 + resamples, domains, plans]; the first row is the measured one."""
-        sums = np.concatenate([self.resampled.sums[None], self.resampled.replicas])[:, :-1]
-        return (sums[:, :, 2:] - sums[:, :, 1:2]) / sums[:, :, :1]
-
-    def seeds(self, recipe: str, keep: int) -> list[int]:
-        """Where a recipe's plans are."""
-        return [at for at, name in enumerate(self.names) if name.startswith(f"{recipe}/{keep}/")]
-
-    def added(self, recipe: str, keep: int, domains: tuple[str, ...] = DOMAINS) -> Value:
-        """Against the parent."""
-        return interval(self._mean(recipe, keep, domains))
-
-    def against(
-        self, recipe: str, other: str, keep: int, domains: tuple[str, ...] = DOMAINS
-    ) -> Value:
-        """Against another recipe, on the same documents."""
-        return interval(self._mean(recipe, keep, domains) - self._mean(other, keep, domains))
-
-    def by_seed(self, recipe: str, keep: int) -> np.ndarray:
-        """Each seed's added nats, mean of the domains."""
-        return self.replicas[0][:, self.seeds(recipe, keep)].mean(0)
-
-    def retained(self, recipe: str, keep: int, domain: str) -> float:
-        """Share of a domain's Σc that a recipe keeps, mean of its seeds."""
-        rows = self.raw["retained"]
-        names = [self.names[at] for at in self.seeds(recipe, keep)]
-        return float(np.mean([rows[name]["mass"][domain] for name in names]))
-
-    def _mean(self, recipe: str, keep: int, domains: tuple[str, ...]) -> np.ndarray:
-        where = [DOMAINS.index(domain) for domain in domains]
-        return self.replicas[:, where][:, :, self.seeds(recipe, keep)].mean((1, 2))
-
-
-def interval(replicas: np.ndarray) -> Value:
-    """The measured value, and the quantiles of the others."""
-    edge = (1 - LEVEL) / 2
-    low, high = np.quantile(replicas[1:], (edge, 1 - edge))
-    return Value(float(replicas[0]), float(low), float(high))
+from benchmarks.pruning_figures import figure_ladder, figure_languages
+from benchmarks.pruning_results import DOMAINS, LABELS, LADDER, MIDDLE, Results, share
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def share(results: Results, keep: int) -> str:
-    """`50 %`."""
-    return f"{100 * keep / results.n_experts:g} %"
 
 
 def ladder(results: Results) -> str:
@@ -159,7 +67,6 @@ def languages(results: Results) -> str:
             ("reap", "all three"),
             ("reap-without-chinese", "without Chinese"),
             ("reap-code-only", "code only"),
-            ("reap-max-min", "max-min of all three"),
         ):
             added = [str(results.added(recipe, keep, (domain,))) for domain in DOMAINS]
             mass = " / ".join(f"{results.retained(recipe, keep, name):.3f}" for name in DOMAINS)
@@ -170,11 +77,10 @@ def languages(results: Results) -> str:
 def allocation(results: Results) -> str:
     """One number of experts a layer against as many where they seem needed."""
     rows = [
-        [share(results, keep), name, str(results.against(f"{name}-per-layer", name, keep))]
+        [share(results, keep), str(results.against("reap-per-layer", "reap", keep))]
         for keep in MIDDLE
-        for name in ("reap", "loo")
     ]
-    return table(["kept", "criterion", "per-layer minus uniform"], rows)
+    return table(["kept", "reap, per-layer minus uniform"], rows)
 
 
 def overlaps(results: Results) -> str:
@@ -238,68 +144,6 @@ def verdicts(results: Results) -> str:
             cells.append(f"{word}: {value}")
         rows.append([text, *cells])
     return table(["claim", *(f"{share(results, keep)} kept" for keep in MIDDLE)], rows)
-
-
-def figure_ladder(results: Results, path: Path) -> None:
-    """Added nats by size."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    for axes, domains, title in zip(
-        figure.subplots(1, 2, sharey=True), (DOMAINS, ("chinese",)),
-        ("mean of code, English and Chinese", "Chinese"), strict=True,
-    ):  # fmt: skip
-        for name in LADDER:
-            values = [results.added(name, keep, domains) for keep in results.keeps]
-            below = [one.value - one.low for one in values]
-            above = [one.high - one.value for one in values]
-            axes.errorbar(
-                [100 * keep / results.n_experts for keep in results.keeps],
-                [one.value for one in values], yerr=[below, above], label=LABELS[name],
-                color=COLOURS[name], marker="o", markersize=4, capsize=2, linewidth=1.4,
-                linestyle="--" if name == "random" else "-",
-            )  # fmt: skip
-        axes.invert_xaxis()
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("experts kept, %")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("added nats a token")
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    save(figure, path)
-
-
-def figure_languages(results: Results, path: Path) -> None:
-    """What is lost in each language, and how little the retained mass says of it."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    recipes = {"reap": "all three", "reap-without-chinese": "without Chinese"}
-    for number, (recipe, label) in enumerate(recipes.items()):
-        places = np.arange(len(DOMAINS)) + 0.38 * (number - 0.5)
-        values = [results.added(recipe, MIDDLE[0], (domain,)) for domain in DOMAINS]
-        errors = [[one.value - one.low for one in values], [one.high - one.value for one in values]]
-        colour = ("#0072B2", "#D55E00")[number]
-        left.bar(places, [one.value for one in values], 0.36, yerr=errors, color=colour,
-                 capsize=3, label=f"calibrated on {label}" if not number else label)  # fmt: skip
-        masses = [results.retained(recipe, MIDDLE[0], domain) for domain in DOMAINS]
-        right.bar(places, masses, 0.36, color=colour)
-    for axes, title in ((left, "added nats a token"), (right, "retained share of Σc")):
-        axes.set_xticks(range(len(DOMAINS)), DOMAINS)
-        axes.set_title(f"{title}, {share(results, MIDDLE[0])} kept", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, fontsize=8)
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    """The same bytes for the same numbers."""
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
 PAGE = """# Pruning, measured on the tiny K3

@@ -1,8 +1,10 @@
 """The layer stream: what reading layer by layer costs, and that memory is the budget's.
 
 Input: a source checkpoint (a random one unless told). Output: seconds of a stream against those of
-the same layers loaded before, on the same micro-batches, in turns; and the peak memory of streams
-over 1 and 8 times as many tokens with the same budget, each in a process of its own.
+the same layers loaded before, on the same micro-batches, in turns; tokens per second of calibrating
+the trained tiny model against a pass through the whole model with taps, in turns; and the peak
+memory of streams over 1 and 8 times as many tokens with the same budget, each in a process of its
+own.
 
     python -m benchmarks.stream [--source DIR] [--tokens N] [--repeats N] [--json]
 """
@@ -25,13 +27,21 @@ import numpy as np
 from mlx_lm.models.base import create_attention_mask
 
 import kimi_k3
-from kimi_k3_mlx.stream.budget import Batch, make_batches, make_budget
-from kimi_k3_mlx.stream.engine import OBSERVED, Lane, run_stream
+from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
+from kimi_k3_mlx.reap.calibrate import calibrate
+from kimi_k3_mlx.reap.corpus import Corpus, load_corpus, parse_specs
+from kimi_k3_mlx.reap.pairs import observe
+from kimi_k3_mlx.reap.saliency import Saliency
+from kimi_k3_mlx.runtime.load import load_tokenizer, load_weights
+from kimi_k3_mlx.stream.budget import MICRO_TOKENS, Batch, make_batches, make_budget
+from kimi_k3_mlx.stream.engine import Lane, run_stream
 from kimi_k3_mlx.stream.layers import Layers, open_layers
+from kimi_k3_mlx.stream.passes import OBSERVED
 from kimi_k3_mlx.tensors.local import open_source
 from kimi_k3_mlx.units import format_bytes
 from tests.tiny_k3 import TinyConfig, write_source
 
+TINY = Path(__file__).parents[1] / "kimi_k3_mlx/assets/tiny-k3"
 SIZES = TinyConfig(
     layers=6, hidden=256, intermediate=512, heads=4, head_dim=64, q_lora=64, kv_lora=64,
     experts=64, top_k=2, latent=128, moe_intermediate=128, vocab=2048, vision=False,
@@ -123,6 +133,54 @@ def compare(source: Path, n_tokens: int, repeats: int) -> dict[str, float]:
     return seconds | {"cost": seconds["streamed"] / seconds["loaded"] - 1}
 
 
+def plain_calibration(model: Any, corpus: Corpus, layers: tuple[int, ...]) -> Saliency:
+    """What one writes without a stream: the whole model in memory, taps, one sequence at a time."""
+    args = model.args.text_config
+    sizes = (args.num_experts, args.num_experts_per_token, corpus.options.folds)
+    total = Accumulator(corpus.sources, layers, *sizes)
+    for batch in make_batches([sequence.tokens for sequence in corpus.sequences], MICRO_TOKENS):
+        taps: dict[tuple[int, str], mx.array] = {}
+
+        def tap(layer: int, name: str, array: mx.array, taps: Any = taps) -> None:
+            if name in OBSERVED:
+                taps[layer, name] = array
+
+        mx.eval(model(mx.array(batch.ids), tap=tap), taps)
+        for row, index in enumerate(batch.indices):
+            sequence, n = corpus.sequences[index], batch.lengths[row]
+            tags = Tags(*(np.full(n, x) for x in (sequence.source, index, sequence.fold)))
+            for layer in layers:
+                own = (np.array(taps[layer, name].astype(mx.float32))[row, :n] for name in OBSERVED)
+                experts, gates, outputs = own
+                experts = experts.astype(np.int64)
+                values = observe(experts, gates, outputs)
+                total.add(layer, tags, experts, gates.astype(np.float64), *values)
+    return total.finish("plain", {})
+
+
+def calibrations(n_tokens: int, repeats: int) -> dict[str, float]:
+    """Median tokens per second, after a round that counts for nothing; the whole model is loaded
+    before, the stream reads its layers each time."""
+    texts = ",".join(f"{path}={path.stem}" for path in sorted((TINY / "held_out").glob("*.txt")))
+    corpus = load_corpus(
+        parse_specs(texts), load_tokenizer(TINY, None), tokens_per_source=n_tokens, seq_len=512
+    )
+    source, (model, _) = open_source(TINY), load_weights(TINY, lazy=False)
+    streamed, plain = [], []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        found = calibrate(source, corpus, memory=1 << 40)
+        middle = time.perf_counter()
+        expected = plain_calibration(model, corpus, found.layers)
+        streamed.append(corpus.n_tokens / (middle - start))
+        plain.append(corpus.n_tokens / (time.perf_counter() - middle))
+        pairs = [np.abs(store.arrays["weighted"]).sum() for store in (found, expected)]
+        if abs(pairs[0] / pairs[1] - 1) > 1e-3:
+            raise ValueError("the two calibrations differ")
+    rates = {"streamed": median(streamed[1:]), "plain": median(plain[1:])}
+    return rates | {"tokens": corpus.n_tokens, "ratio": rates["streamed"] / rates["plain"]}
+
+
 def peak(source: Path, times: int) -> None:
     """In a process of its own: a stream over so many times the tokens, and its peak memory."""
     layers = open_layers(open_source(source))
@@ -170,14 +228,20 @@ def arguments() -> argparse.Namespace:
 def report(source: Path, options: argparse.Namespace) -> None:
     """Measure and print."""
     seconds = compare(source, options.tokens, options.repeats)
+    rates = calibrations(options.tokens // 4, options.repeats)
     peaks = measure_peaks()
     growth = peaks[TIMES[1]]["peak"] / peaks[TIMES[0]]["peak"] - 1
     if options.json:
-        print(json.dumps({"seconds": seconds, "peaks": peaks, "growth": growth}))
+        print(
+            json.dumps({"seconds": seconds, "calibration": rates, "peaks": peaks, "growth": growth})
+        )
         return
     print(f"{options.tokens:,} tokens streamed      {seconds['streamed']:7.2f} s")
     print(f"{options.tokens:,} tokens, all loaded   {seconds['loaded']:7.2f} s")
     print(f"what streaming costs        {seconds['cost']:+.1%}  (at most 15 % is the aim)")
+    print(f"calibrating {rates['tokens']:,} tokens    {rates['streamed']:7.0f} tokens/s")
+    print(f"a plain pass with taps      {rates['plain']:7.0f} tokens/s")
+    print(f"the stream is faster by     {rates['ratio']:.2f} x  (more than 1 is the aim)")
     for times, values in peaks.items():
         texts = {name: format_bytes(value) for name, value in values.items()}
         print(f"peak at {times} x the tokens      {texts['peak']}, {texts['before']} before")

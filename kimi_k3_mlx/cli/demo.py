@@ -1,6 +1,6 @@
-"""Inspect, convert, verify and generate with the small trained model that comes along.
+"""Convert, verify, run and prune the small trained model that comes along.
 
-Runs the same commands that you would type, and shows each. Needs no download and under a minute.
+Runs the same commands that you would type, and shows each. Needs no download; a minute or so.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ EXAMPLES = (
 PROMPT = "class Counter:\n    def __init__(self"
 SAMPLING = ["--temp", "0.6", "--top-p", "0.9", "--seed", "3"]
 """A model this small repeats itself when it is greedy."""
+LESS = ["--seq-len", "512", "--tokens-per-source", "4000", "--bos"]
 TEXT = "Let the build continue the prompt; its text begins where the prompt ends."
 TINY_TEXT = "With 5 million weights it writes what looks like Python, not what runs."
+DOMAINS = ("code", "english", "chinese")
+KEEP = "32"
+"""Half of the tiny model's experts."""
 
 
 def add_options(parser: Parser) -> None:
@@ -50,12 +54,15 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the four verbs one after the other."""
+    """Run the verbs one after the other."""
     began = time.monotonic()
     source = Path(args.source) if args.source else bundled_model()
     folder = nullcontext(args.out) if args.out else tempfile.TemporaryDirectory(prefix="kimi-k3-")
     with folder as out:
-        code = run_steps(steps(source, Path(out) / "build", args))
+        commands = converting(source, Path(out) / "build", args)
+        if not args.source:
+            commands += pruning(source, Path(out), args)
+        code = run_steps(commands)
     if code == 0:
         say(f"\ndone in {time.monotonic() - began:.0f} s")
     return code
@@ -71,33 +78,74 @@ def bundled_model() -> Path:
     return path
 
 
-def steps(source: Path, build: Path, args: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """A sentence and a command for each step."""
-    text = ["-p", args.prompt, "-m", str(args.max_tokens), *SAMPLING]
-    again = ["--overwrite", "-y"] if build.exists() else []
+Steps = list[tuple[str, list[str]]]
+"""A sentence and a command for each step."""
+
+
+def converting(source: Path, build: Path, args: argparse.Namespace) -> Steps:
+    """From the checkpoint to text."""
+    about = TEXT if args.source else f"{TEXT}\n{TINY_TEXT}"
     return [
         ("What is in the checkpoint? Only headers are read.", ["inspect", str(source)]),
         (
             "Write the MLX build: experts byte for byte, the rest value for value.",
-            ["convert", "--hf-path", str(source), "--mlx-path", str(build), *again],
+            ["convert", "--hf-path", str(source), "--mlx-path", str(build), *again(build)],
         ),
         (
             "Compare every tensor of the build with the source.",
             ["verify", "--mlx-path", str(build), "--hf-path", str(source)],
         ),
-        (
-            TEXT if args.source else f"{TEXT}\n{TINY_TEXT}",
-            ["generate", "--model", str(build), *text],
-        ),
+        (about, ["generate", "--model", str(build), *text_options(args)]),
     ]
 
 
-def run_steps(commands: list[tuple[str, list[str]]]) -> int:
+def pruning(source: Path, out: Path, args: argparse.Namespace) -> Steps:
+    """From texts to a plan, to what it costs, to a build of half the experts."""
+    at = ["--hf-path", str(source)]
+    stats, plan, build = (str(out / name) for name in ("stats.safetensors", "plan.json", "pruned"))
+    calibration, held_out = (
+        ",".join(f"{source / part / domain}.txt={domain}" for domain in DOMAINS)
+        for part in ("calibration", "held_out")
+    )
+    return [
+        (
+            "Measure which experts three kinds of text need, one layer in memory at a time.",
+            ["calibrate", *at, "--corpus", calibration, *LESS, "--out", stats],
+        ),
+        (
+            "Choose half of the experts of each layer.",
+            ["plan", "--stats", stats, "--keep", KEEP, "--weights", "equal", "--out", plan],
+        ),
+        (
+            "What does the plan cost? Measured on other texts, before anything is built.",
+            ["compare", *at, "--plans", plan, "--text", held_out, *LESS],
+        ),
+        (
+            "Write the build of the plan, and compare it with the source.",
+            ["convert", *at, "--prune-plan", plan, "--mlx-path", build, *again(Path(build))],
+        ),
+        ("", ["verify", *at, "--mlx-path", build]),
+        ("The same prompt.", ["generate", "--model", build, *text_options(args)]),
+    ]
+
+
+def again(build: Path) -> list[str]:
+    """A demo that is run again replaces its own build."""
+    return ["--overwrite", "-y"] if build.exists() else []
+
+
+def text_options(args: argparse.Namespace) -> list[str]:
+    """What both builds continue, and how."""
+    return ["-p", args.prompt, "-m", str(args.max_tokens), *SAMPLING]
+
+
+def run_steps(commands: Steps) -> int:
     """Show and run each command; stop at the first that fails."""
     from kimi_k3_mlx.cli import main
 
     for number, (sentence, command) in enumerate(commands, 1):
-        say(f"\n[{number}/{len(commands)}] {sentence}\n$ kimi-k3 {shlex.join(command)}")
+        about = f"{sentence}\n" if sentence else ""
+        say(f"\n[{number}/{len(commands)}] {about}$ kimi-k3 {shlex.join(command)}")
         code = main(command)
         sys.stdout.flush()
         if code:

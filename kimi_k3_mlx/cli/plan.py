@@ -22,7 +22,7 @@ from kimi_k3_mlx.cli._options import (
     positive,
     source_options,
 )
-from kimi_k3_mlx.cli._output import write, write_json
+from kimi_k3_mlx.cli._output import say, write, write_json
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.units import format_bytes
 
@@ -48,7 +48,9 @@ EXAMPLES = (
 
 def add_options(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("--stats", metavar="FILE", required=True, help="what calibrate measured")
+    parser.add_argument(
+        "--stats", metavar="FILE", required=True, help="what calibrate measured, or the port's .npz"
+    )
     parser.add_argument("--out", metavar="FILE", required=True, help="where the plan goes (JSON)")
     source_options(parser, required=False)
     size_options(parser)
@@ -127,7 +129,7 @@ def run(args: argparse.Namespace) -> None:
     """Cut the plan, write it, say what it is."""
     from kimi_k3_mlx.reap.planner import Planner
     from kimi_k3_mlx.reap.saliency import load_saliency
-    from kimi_k3_mlx.reap.sizes import check_same_model
+    from kimi_k3_mlx.reap.sizes import check_same_model, only_sizes
     from kimi_k3_mlx.tensors.writer import write_file
 
     store = load_saliency(Path(args.stats))
@@ -135,6 +137,8 @@ def run(args: argparse.Namespace) -> None:
     source = opened(args.source, args.revision) if args.source else None
     if source:
         check_same_model(store, source)
+        if note := only_sizes(store):
+            say(note)
     plan = chosen(args, planner, source)
     write_file(Path(args.out), plan.to_text().encode())
     if args.json:
@@ -219,7 +223,7 @@ def profile_of(args: argparse.Namespace) -> Profile:
 def plan_summary(plan: PrunePlan, out: str) -> str:
     """What was chosen and by what, what it retains, how sure it is, how large it is."""
     said = plan.chosen_by
-    by, guards, norms = said["criterion"], said["protections"], said["protections"]["super_experts"]
+    by, guards = said["criterion"], said["protections"]
     shares = ", ".join(f"{name} {share:.3f}" for name, share in said["weights"].items())
     lines = [
         f"plan     {counts_text(plan)} of {plan.n_experts} experts in each layer",
@@ -227,8 +231,8 @@ def plan_summary(plan: PrunePlan, out: str) -> str:
         f"weights  {shares} ({said['objective']}, {said['mode']})",
         *retained_lines(said["retained"]),
         f"cut      {cut_text(said['cut'])}",
-        f"guards   floor {guards['floor']}; {norms['flagged']} experts with outlying norms, "
-        f"{norms['dropped']} of them dropped; {guards['never_routed']} never routed",
+        f"guards   floor {guards['floor']}; {norms_text(guards['super_experts'])}; "
+        f"{guards['never_routed']} never routed",
     ]
     if size := said.get("size"):
         lines.append(
@@ -236,6 +240,13 @@ def plan_summary(plan: PrunePlan, out: str) -> str:
             f"{format_bytes(size['running'])} running, profile {size['profile']}"
         )
     return "\n".join([*lines, f"wrote    {out}"])
+
+
+def norms_text(norms: dict[str, Any]) -> str:
+    """How many experts have outlying norms, and how many of them go."""
+    if norms["flagged"] is None:
+        return "norms were not measured"
+    return f"{norms['flagged']} experts with outlying norms, {norms['dropped']} of them dropped"
 
 
 def counts_text(plan: PrunePlan) -> str:

@@ -21,6 +21,7 @@ from kimi_k3_mlx.cli._options import (
     read_prune_plan,
     source_options,
 )
+from kimi_k3_mlx.cli._output import say
 from kimi_k3_mlx.errors import KimiError, UsageError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def kept(args: argparse.Namespace, source: Source) -> PrunePlan:
     """The plan that is given, or the best experts of each layer by what was measured."""
     from kimi_k3_mlx.reap.planner import Planner, Recipe
     from kimi_k3_mlx.reap.saliency import load_saliency
-    from kimi_k3_mlx.reap.sizes import check_same_model
+    from kimi_k3_mlx.reap.sizes import check_same_model, only_sizes
 
     plan = read_prune_plan(args.prune_plan)
     if plan is not None and not (args.stats or args.keep):
@@ -84,4 +85,6 @@ def kept(args: argparse.Namespace, source: Source) -> PrunePlan:
         )
     store = load_saliency(Path(args.stats))
     check_same_model(store, source)
+    if note := only_sizes(store):
+        say(note)
     return Planner(store, Recipe()).cut(args.keep)

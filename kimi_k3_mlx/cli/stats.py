@@ -7,6 +7,7 @@ same as one run over both corpora.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,12 @@ EXAMPLES = (
 def add_options(parser: Parser) -> None:
     """Declare the options."""
     parser.add_argument("action", metavar="merge|show", help="what to do with the files")
-    parser.add_argument("files", metavar="FILE", nargs="+", help="what calibrate measured")
+    parser.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="what calibrate measured; show: or the MLX port's .npz",
+    )
     parser.add_argument("--out", metavar="FILE", help="merge: the file to write")
     common_options(parser, quiet=False)
 
@@ -44,7 +50,9 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         store.save(Path(args.out))
     if args.json:
-        write_json(store.provenance() | {"by_source": by_source(store)} | never_routed(store))
+        lacks = {"unmeasured": list(store.unmeasured)}
+        found = {"by_source": by_source(store)} | never_routed(store) | lacks
+        write_json(store.provenance() | found)
         return
     write(shown(store) + (f"\nwrote {args.out}" if args.out else ""))
 
@@ -62,16 +70,17 @@ def check(args: argparse.Namespace) -> None:
 
 
 def by_source(store: Saliency) -> dict[str, dict[str, Any]]:
-    """Tokens, sequences and mean pairs of an expert, for each source."""
+    """Tokens, sequences (None: not counted) and mean pairs of an expert, for each source."""
+    counts: Sequence[Any] = [None] * len(store.sources)
+    if "sequences" in store.arrays:
+        counts = store.arrays["sequences"][:, 0].tolist()
     return {
         source: {
             "tokens": int(tokens),
-            "sequences": int(sequences),
+            "sequences": None if sequences is None else int(sequences),
             "pairs_per_expert": float(tokens) * store.top_k / store.n_experts,
         }
-        for source, tokens, sequences in zip(
-            store.sources, store.tokens, store.arrays["sequences"][:, 0], strict=True
-        )
+        for source, tokens, sequences in zip(store.sources, store.tokens, counts, strict=True)
     }
 
 
@@ -84,12 +93,16 @@ def shown(store: Saliency) -> str:
     """The same as text."""
     rows = [("source", "tokens", "sequences", "pairs per expert")]
     for source, row in by_source(store).items():
-        counts = f"{row['tokens']:,}", f"{row['sequences']:,}", f"{row['pairs_per_expert']:,.0f}"
-        rows.append((source, *counts))
+        sequences = "-" if row["sequences"] is None else f"{row['sequences']:,}"
+        pairs = f"{row['pairs_per_expert']:,.0f}"
+        rows.append((source, f"{row['tokens']:,}", sequences, pairs))
     n_layers = len(store.layers)
     head = (
         f"model {store.model[:12]}: {n_layers} layers of {store.n_experts} experts, "
         f"{store.top_k} a token; {len(store.runs)} runs"
     )
     dead = never_routed(store)["never_routed"]
-    return f"{head}\n{table(rows)}\n{dead:,} of {n_layers * store.n_experts:,} never routed"
+    lines = [head, table(rows)]
+    if store.unmeasured:
+        lines.append(f"not measured: {', '.join(store.unmeasured)}")
+    return "\n".join([*lines, f"{dead:,} of {n_layers * store.n_experts:,} never routed"])

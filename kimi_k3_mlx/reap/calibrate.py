@@ -13,9 +13,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
 from kimi_k3_mlx.reap.corpus import Corpus
 from kimi_k3_mlx.reap.pairs import Array
-from kimi_k3_mlx.reap.saliency import MAXIMA, Accumulator, Saliency, State, Tags
+from kimi_k3_mlx.reap.saliency import MAXIMA, Saliency, State
 from kimi_k3_mlx.schema import Progress, silent
 from kimi_k3_mlx.stream.budget import Batch
 from kimi_k3_mlx.stream.engine import Lane, run_stream
@@ -49,6 +50,7 @@ def calibrate(
         folder=folder,
         fingerprint=corpus.sha256,
         spill=spill,
+        logits=False,
         progress=progress,
     )
     run = {"corpus": corpus.to_json(), "corpus_sha256": corpus.sha256}

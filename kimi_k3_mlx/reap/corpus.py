@@ -9,6 +9,7 @@ out is counted. Never runs a model, never writes a file.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kimi_k3_mlx.chat.pieces import ROLES
 from kimi_k3_mlx.errors import KimiError, UsageError
-from kimi_k3_mlx.reap.chat import ROLES
 from kimi_k3_mlx.reap.corpus_files import Origin, Raw, Spec, parse_specs, read_spec
 from kimi_k3_mlx.reap.corpus_warnings import CorpusWarning, find_warnings
 from kimi_k3_mlx.reap.scripts import SCRIPTS, Encoder, Ids, Tagged, Tags
+from kimi_k3_mlx.reap.seen_text import corpus_marks
 from kimi_k3_mlx.schema import Json, canonical
 
 __all__ = [
@@ -67,6 +69,7 @@ class Options(NamedTuple):
     folds: int
     thinking: bool
     bos: bool
+    whole_texts: bool = False
 
     def budget(self, source: str) -> int | None:
         """Most tokens of a source; None: no limit."""
@@ -130,6 +133,11 @@ class Corpus:
             digest.update(sequence.tokens.astype("<i4").tobytes())
         return digest.hexdigest()
 
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """What documents of each source are found again by, see `reap.seen_text`."""
+        return corpus_marks(self)
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Tokens by source and script; scripts that a source has none of are left out."""
         table = np.zeros((len(self.sources), len(SCRIPTS)), np.int64)
@@ -171,6 +179,7 @@ class Corpus:
             "counts": self.counts(),
             "n_bytes": self.bytes_by_source(),
             "left_out": self.left_out,
+            "marks": self.marks,
         }
 
 
@@ -185,18 +194,22 @@ def load_corpus(
     folds: int = 2,
     thinking: bool = True,
     bos: bool = False,
+    whole_texts: bool = False,
 ) -> Corpus:
     """Read, encode, choose and cut. A budget takes documents in an order that the seed decides.
 
     Text is cut into sequences of `seq_len` tokens, of a chat the last `seq_len` stay. `bos` puts
-    `[BOS]` before each document of text, `thinking` keeps the reasoning of chats.
+    `[BOS]` before each document of text, `thinking` keeps the reasoning of chats. Long texts of
+    `.txt` files become documents of about a sequence each, unless `whole_texts`: then they stay
+    one, which matters where documents count as independent.
     """
     options = Options(
-        seq_len, tokens_per_source, tokens_per_document, seed, folds, thinking, bos
+        seq_len, tokens_per_source, tokens_per_document, seed, folds, thinking, bos, whole_texts
     )  # fmt: skip
     check(options)
     # Four characters are about a token: a block of a long text makes about one sequence.
-    origins = [read_spec(spec, 4 * seq_len, thinking=thinking) for spec in specs]
+    n_chars = sys.maxsize if whole_texts else 4 * seq_len
+    origins = [read_spec(spec, n_chars, thinking=thinking) for spec in specs]
     groups = by_source(origins)
     unknown = set(tokens_per_source) - set(groups) if isinstance(tokens_per_source, Mapping) else ()
     if unknown:

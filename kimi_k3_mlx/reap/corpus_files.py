@@ -17,8 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kimi_k3_mlx.chat.pieces import Piece
+from kimi_k3_mlx.chat.render import SEE_FORMAT, objects, render
 from kimi_k3_mlx.errors import HubError, UsageError
-from kimi_k3_mlx.reap.chat import SEE_FORMAT, Piece, objects, render
 from kimi_k3_mlx.schema import Json
 from kimi_k3_mlx.tensors.remote import explained, http_error
 

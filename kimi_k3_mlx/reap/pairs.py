@@ -55,6 +55,17 @@ def observe(
     return norms, dots, y_squares
 
 
+def co_selected(experts: NDArray[np.integer], n_experts: int) -> NDArray[np.int64]:
+    """How often two experts were chosen for the same token [E, E], from experts [T, k].
+
+    Symmetric; 0 on the diagonal.
+    """
+    both = experts[:, :, None].astype(np.int64) * n_experts + experts[:, None, :]
+    counts = np.bincount(both.ravel(), minlength=n_experts**2).reshape(n_experts, n_experts)
+    np.fill_diagonal(counts, 0)
+    return counts
+
+
 def pair_values(gates: Array, norms: Array, dots: Array, y_squares: Array) -> dict[str, Array]:
     """What each pair adds to `saliency.SUMS`, rounded; see the module's text for the formulas."""
     gates, norms = np.asarray(gates, np.float64), np.asarray(norms, np.float64)

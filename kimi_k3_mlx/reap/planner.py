@@ -99,7 +99,9 @@ class Planner:
         self.criterion = criterion_named(recipe.criterion)
         self.mix = mix_of(store, recipe.weights, recipe.masked)
         self.masses = Masses(store, self.criterion)
-        self.supers = super_experts(store, self.mix)
+        # None where norms were not measured, unless the recipe asks for them.
+        asked = recipe.keep_super_experts or "norm_max" in store.arrays
+        self.supers = super_experts(store, self.mix) if asked else None
         self.floor = self._checked_floor()
         self.forced = self._forced()
 
@@ -207,8 +209,8 @@ class Planner:
             "super_experts": {
                 "rule": RULE,
                 "protected": recipe.keep_super_experts,
-                "flagged": int(self.supers.sum()),
-                "dropped": int((self.supers & ~cut.kept).sum()),
+                "flagged": None if self.supers is None else int(self.supers.sum()),
+                "dropped": None if self.supers is None else int((self.supers & ~cut.kept).sum()),
             },
             "never_routed": int((self.store.arrays["pairs"].sum(axis=0) == 0).sum()),
         }
@@ -253,7 +255,9 @@ class Planner:
 
     def _forced(self) -> Mask:
         store, recipe = self.store, self.recipe
-        forced = self.supers.copy() if recipe.keep_super_experts else np.zeros_like(self.supers)
+        forced = np.zeros((len(store.layers), store.n_experts), np.bool_)
+        if self.supers is not None and recipe.keep_super_experts:
+            forced |= self.supers
         for layer, experts in recipe.protected.items():
             if layer not in store.layers:
                 raise UsageError(f"layer {layer} has no routed experts to protect.")

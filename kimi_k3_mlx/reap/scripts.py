@@ -9,7 +9,6 @@ whose tokens don't spell the text to the byte, is refused.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_k3_mlx.chat.encode import PieceEncoder
+from kimi_k3_mlx.chat.pieces import ROLES, Piece
 from kimi_k3_mlx.errors import CheckpointError, UsageError
-from kimi_k3_mlx.reap.chat import ROLES, Piece
 from kimi_k3_mlx.schema import Json, canonical
 
 Ids = NDArray[np.int32]
@@ -110,49 +110,18 @@ def byte_values() -> dict[str, int]:
 BYTE_VALUES = byte_values()
 
 
-class Encoder:
+class Encoder(PieceEncoder):
     """A tokenizer of transformers, or one that mlx-lm wraps, as calibration uses it."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.spelled: dict[int, bytes] = {}
-        self.known: dict[str, int] = {}
-        self.words: dict[str, list[int]] = {}
-        parameters = inspect.signature(tokenizer.encode).parameters
-        # K3's own tokenizer, which is remote code, has another name for the same thing.
-        self.ordinary: dict[str, bool] = (
-            {"allow_special_tokens": False}
-            if "allow_special_tokens" in parameters
-            else {"add_special_tokens": False, "split_special_tokens": True}
-        )
 
     @cached_property
     def controls(self) -> frozenset[int]:
         """Ids that stand for no text."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return frozenset(added) | frozenset(self.tokenizer.all_special_ids)
-
-    def control(self, name: str) -> int:
-        """The id of a control token."""
-        if name not in self.known:
-            self.known[name] = self.marker(name)
-        return self.known[name]
-
-    def marker(self, name: str) -> int:
-        """Look up a control token; pasted as ordinary text, its name must not become the token."""
-        token = self.tokenizer.convert_tokens_to_ids(name)
-        if not isinstance(token, int) or self.tokenizer.convert_ids_to_tokens(token) != name:
-            raise CheckpointError(
-                f"the tokenizer has no token {name}: it is not Kimi K3's.",
-                "use the tokenizer of the checkpoint, or text instead of messages.",
-            )
-        if token in self.tokenizer.encode(name, **self.ordinary):
-            raise CheckpointError(
-                f"the tokenizer turns the text {name} into the control token {token}: pasted "
-                "markup could forge messages.",
-                "use the tokenizer.json of a build, with transformers 5 or newer.",
-            )
-        return token
 
     @cached_property
     def sha256(self) -> str:
@@ -180,17 +149,6 @@ class Encoder:
         scripts = np.where(np.repeat(markup, lengths), np.uint8(MARKUP), tagged.scripts)
         self.check_spelling(pieces, lengths, tagged)
         return replace(tagged, scripts=scripts, roles=np.repeat(roles, lengths))
-
-    def ids(self, piece: Piece) -> list[int]:
-        """The ids of one piece; the renderer's few words are looked up once."""
-        if piece.control:
-            return [self.control(piece.text)]
-        if piece.markup and piece.text in self.words:
-            return self.words[piece.text]
-        tokens = [int(token) for token in self.tokenizer.encode(piece.text, **self.ordinary)]
-        if piece.markup:
-            self.words[piece.text] = tokens
-        return tokens
 
     def check_spelling(
         self, pieces: Sequence[Piece], lengths: Iterable[int], tagged: Tagged

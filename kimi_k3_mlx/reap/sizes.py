@@ -17,7 +17,7 @@ from kimi_k3_mlx.errors import DoesNotFitError, UsageError
 from kimi_k3_mlx.profile import Profile
 from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan
 from kimi_k3_mlx.reap.planner import Planner
-from kimi_k3_mlx.reap.saliency import Saliency
+from kimi_k3_mlx.reap.saliency import UNKNOWN, Saliency
 from kimi_k3_mlx.schema import BuildPlan, Json, Quantization
 from kimi_k3_mlx.tensors.source import Source
 from kimi_k3_mlx.units import format_bytes
@@ -122,13 +122,33 @@ def largest(
 
 
 def check_same_model(store: Saliency, source: Source) -> None:
-    """Raise UsageError unless the statistics are of this checkpoint, by its headers' hash."""
-    if store.model != source.id.headers_sha256:
+    """Raise UsageError unless the statistics are of this checkpoint, by its headers' hash.
+
+    Of those that don't say which they are of, experts, top-k and MoE layers are compared.
+    """
+    if store.model == UNKNOWN:
+        dims = read_dims(source.config)
+        theirs = store.n_experts, store.top_k, tuple(store.layers)
+        if theirs != (dims.n_experts, dims.top_k, tuple(dims.moe_layers)):
+            raise UsageError(
+                f"the statistics are of {store.n_experts} experts, {store.top_k} a token, in "
+                f"{len(store.layers)} layers; {source.where} has {dims.n_experts}, {dims.top_k} "
+                f"and {len(dims.moe_layers)}, or other layers.",
+                "give the checkpoint that was calibrated.",
+            )
+    elif store.model != source.id.headers_sha256:
         raise UsageError(
             f"the statistics are of another checkpoint ({store.model[:12]}) "
             f"than {source.where} ({source.id.headers_sha256[:12]}).",
             "give the checkpoint that was calibrated.",
         )
+
+
+def only_sizes(store: Saliency) -> str | None:
+    """What `check_same_model` could not check, in words."""
+    if store.model != UNKNOWN:
+        return None
+    return "the statistics don't say which checkpoint they are of: only its sizes were compared."
 
 
 def with_size(

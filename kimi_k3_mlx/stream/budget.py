@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import kimi_k3
 from kimi_k3_mlx.errors import DoesNotFitError, UsageError
+from kimi_k3_mlx.stream.blocks import expert_bytes, rest_tensors
 from kimi_k3_mlx.stream.layers import Layers
 from kimi_k3_mlx.units import format_bytes
 
@@ -117,20 +118,73 @@ class Budget:
     """What of a stream takes memory, in bytes."""
 
     layers: int
-    """A layer and the one that is being read, or an end of the model."""
+    """What is in use of the model and what is being read, or an end of it."""
     work: int
     """What is alive while a micro-batch goes through a layer or the head."""
     per_token: int
-    """What all lanes keep of a token between layers."""
+    """What all lanes keep of a token."""
+    n_block: int = 0
+    """Routed experts that are read at once; 0: layers are read whole."""
 
     @property
     def fixed(self) -> int:
         """What doesn't depend on the size of a group."""
         return self.layers + self.work
 
+    def least(self, batches: Sequence[Batch]) -> int:
+        """Bytes that will do for groups of one micro-batch."""
+        return self.fixed + self.per_token * max((batch.size for batch in batches), default=0)
+
+    def tokens(self, memory: int) -> int:
+        """How many tokens a group may have."""
+        return (memory - self.fixed) // self.per_token
+
+
+def choose_budget(
+    layers: Layers, batches: Sequence[Batch], n_lanes: int, memory: int, spill: bool
+) -> Budget:
+    """Whole layers, or with their experts in blocks: if two layers don't fit, or leave room for so
+    few tokens that blocks allow groups of more than twice as many.
+
+    Blocks get a quarter of what is free: larger ones save nothing, more tokens save reading.
+    """
+    whole = make_budget(layers, batches, n_lanes)
+    expert = max(expert_bytes(layers, number) for number in layers.tensors)
+    if not expert:
+        return whole
+    least = in_blocks(whole, layers, n_lanes, 1)
+    if (free := memory - least.least(batches)) < 0:
+        return min(whole, least, key=lambda budget: budget.least(batches))
+    n_block = min(1 + free // 4 // (2 * expert), layers.args.num_experts)
+    blocks = in_blocks(whole, layers, n_lanes, n_block)
+    if whole.least(batches) > memory:
+        return blocks
+    wanted = min(blocks.tokens(memory), sum(batch.size for batch in batches))
+    return blocks if not spill and 2 * whole.tokens(memory) < wanted else whole
+
+
+def in_blocks(whole: Budget, layers: Layers, n_lanes: int, n_block: int) -> Budget:
+    """The budget of reading so many experts at once."""
+    numbers = layers.tensors
+    rest = max(sum(t.n_bytes for t in rest_tensors(layers, number)) for number in numbers)
+    block = n_block * max(expert_bytes(layers, number) for number in numbers)
+    held = max(rest + block + max(rest, block), layers.n_bytes_ends)
+    per_token = whole.per_token + n_lanes * waiting_bytes(layers)
+    return replace(whole, layers=held, per_token=per_token, n_block=n_block)
+
+
+def waiting_bytes(layers: Layers) -> int:
+    """What of a token waits in a layer for the experts: their outputs, z, x, prefix, routing."""
+    args, wide = layers.args, _is_float32(layers)
+    hidden, top_k = args.hidden_size, args.num_experts_per_token
+    latent = args.routed_expert_hidden_size or hidden
+    width = 2 if kimi_k3.on_gpu() and not wide else 4
+    vectors = (top_k + 1) * latent + hidden
+    return int(width * vectors + (4 if wide else 2) * hidden + 24 * top_k + 4 * args.num_experts)
+
 
 def make_budget(layers: Layers, batches: Sequence[Batch], n_lanes: int) -> Budget:
-    """The memory of streaming these micro-batches."""
+    """The memory of streaming these micro-batches through whole layers."""
     args = layers.args
     n_blocks = -(-args.num_hidden_layers // args.attn_res_block_size)
     wide = _is_float32(layers)
@@ -176,20 +230,22 @@ def make_groups(batches: Sequence[Batch], budget: Budget, memory: int, spill: bo
 
     Raises DoesNotFitError, with the least memory that would do.
     """
-    largest = max((batch.size for batch in batches), default=0)
-    least = budget.fixed + budget.per_token * largest
+    least = budget.least(batches)
     if memory < least:
+        largest = max(batch.size for batch in batches)
+        what = "one expert at a time" if budget.n_block else "two layers"
         raise DoesNotFitError(
             f"the stream needs {format_bytes(least)} of memory at least, it may use "
-            f"{format_bytes(memory)}: {format_bytes(budget.layers)} for two layers, "
+            f"{format_bytes(memory)}: {format_bytes(budget.layers)} for {what}, "
             f"{format_bytes(least - budget.layers)} for {largest:,} tokens.",
             f"allow it {least:,} bytes or more, or use shorter sequences.",
         )
     room = memory - budget.fixed
-    return [tuple(batches)] if spill and batches else list(_packed(batches, budget, room))
+    return [tuple(batches)] if spill and batches else list(packed(batches, budget, room))
 
 
-def _packed(batches: Sequence[Batch], budget: Budget, room: int) -> Iterator[Group]:
+def packed(batches: Sequence[Batch], budget: Budget, room: int) -> Iterator[Group]:
+    """Consecutive micro-batches, as many at a time as the bytes of `room` hold."""
     group: list[Batch] = []
     n_bytes = 0
     for batch in batches:

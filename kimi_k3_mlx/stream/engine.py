@@ -2,19 +2,20 @@
 
 Input: `Layers`, token ids, lanes (variants of the model), an observer, bytes of memory. Groups of
 micro-batches are outside, layers inside, micro-batches and lanes innermost: a layer is read once
-for each group. With a folder, a run that was killed continues and ends with identical arrays.
+for each group, its experts in blocks if two layers are more than the memory. With a folder, a run
+that was killed continues and ends with identical arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.base import create_attention_mask
 from numpy.typing import NDArray
 
 import kimi_k3
@@ -24,21 +25,26 @@ from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.prune_plan import PrunePlan, check_plan
 from kimi_k3_mlx.schema import Json, Progress, silent
 from kimi_k3_mlx.stream.activations import Activations, Held, Spilled, State
+from kimi_k3_mlx.stream.blocks import Blocks, stream_in_blocks
 from kimi_k3_mlx.stream.budget import (
     MICRO_TOKENS,
     Batch,
+    Budget,
     Group,
     check_ids,
+    choose_budget,
     make_batches,
-    make_budget,
     make_groups,
+    packed,
     sequences_sha256,
 )
 from kimi_k3_mlx.stream.journal import Arrays, FolderTotals, Totals, locked
 from kimi_k3_mlx.stream.layers import Layers
+from kimi_k3_mlx.stream.passes import OBSERVED, BlockPass, Pass, fill
 
-OBSERVED = ("experts", "router_weights", "expert_output")
 SPILL = "kimi_k3_mlx.spill"
+Place = tuple[int, int]
+"""A micro-batch of the group, and a lane."""
 
 
 @dataclass(frozen=True)
@@ -91,27 +97,33 @@ def run_stream(
     folder: Path | None = None,
     fingerprint: str = "",
     spill: bool = False,
+    logits: bool = True,
     micro_tokens: int = MICRO_TOKENS,
     progress: Progress = silent,
 ) -> None:
     """Push all sequences through all lanes; at the end the observer has the sums over everything.
 
-    `fingerprint` stands for what the caller did to get here: options, corpus, tokenizer. Raises
-    DoesNotFitError, UsageError for wrong lanes, sequences, or a folder that holds another run.
+    `fingerprint` stands for what the caller did to get here: options, corpus, tokenizer. Without
+    `logits`, the head is neither read nor computed. Raises DoesNotFitError, UsageError for wrong
+    lanes, sequences, or a folder that holds another run.
     """
     check_lanes(layers, lanes)
     if spill and folder is None:
         raise UsageError("activations can be spilled only into a folder.", "give a folder.")
     batches = make_batches(sequences, micro_tokens)
     check_ids(sequences, layers.args.vocab_size)
-    groups = make_groups(batches, make_budget(layers, batches, len(lanes)), memory, spill)
+    budget = choose_budget(layers, batches, len(lanes), memory, spill)
+    groups = make_groups(batches, budget, memory, spill)
     with locked(folder):
         totals = Totals()
         if folder is not None:
             own = {"fingerprint": fingerprint, "sequences": sequences_sha256(sequences)}
             totals = FolderTotals(folder, own | identity(layers, lanes, groups))
         states = Spilled(folder / SPILL, layers.args.rms_norm_eps) if spill and folder else Held()
-        stream = Stream(layers, tuple(lanes), observer, totals, states, progress, len(groups))
+        stream = Stream(
+            layers, tuple(lanes), observer, totals, states, progress, len(groups), budget, memory,
+            logits,
+        )  # fmt: skip
         for number, group in enumerate(groups):
             if number >= totals.n_finished():
                 stream.run(number, group)
@@ -159,21 +171,26 @@ class Stream:
     states: Activations
     progress: Progress
     n_groups: int
+    budget: Budget
+    memory: int
+    logits: bool
 
     def run(self, number: int, group: Group) -> None:
         """One group, from where it is in the journal to the end."""
         n_layers, n_observed = self.layers.n_layers, self.totals.n_observed(number)
         if n_observed <= n_layers:
             first = self.begin(number, group)
-            for layer, module in self.layers.stream(range(first, n_layers)):
-                self.layer(layer, module, group, observed=layer >= n_observed)
+            rounds = self.rounds(group)
+            for layer, module, blocks in self.read(range(first, n_layers), len(rounds)):
+                self.layer(layer, module, blocks, rounds, group, observed=layer >= n_observed)
                 del module  # before the one after the next is read
                 mx.clear_cache()
                 if layer >= n_observed:
                     self.totals.add(number, layer, self.observer.state())
                 self.keep(number, layer + 1, group)
                 self.note(number, layer)
-            self.head(group)
+            if self.logits:
+                self.head(group)
             self.totals.add(number, n_layers, self.observer.state())
         self.totals.finish(number)
         self.states.clear()
@@ -192,35 +209,50 @@ class Stream:
         self.layers.release()
         return 0
 
-    def layer(self, layer: int, module: Any, group: Group, observed: bool) -> None:
+    def read(self, numbers: Sequence[int], n_rounds: int) -> Iterator[tuple[int, Any, Blocks]]:
+        """The layers, each with what gives a round the blocks of its experts, or with none."""
+        if self.budget.n_block:
+            return stream_in_blocks(self.layers, numbers, self.budget.n_block, n_rounds)
+        # A loop here would hold on to a layer while the one after the next is read.
+        return map(_without_blocks, self.layers.stream(numbers))
+
+    def rounds(self, group: Group) -> list[list[Place]]:
+        """The micro-batches and lanes that are on their way through a layer at the same time."""
+        lanes = range(len(self.lanes))
+        if not self.budget.n_block:
+            return [[(place, lane)] for place in range(len(group)) for lane in lanes]
+        places = iter(range(len(group)))
+        parts = packed(group, self.budget, self.memory - self.budget.fixed)
+        return [list(product(islice(places, len(part)), lanes)) for part in parts]
+
+    def layer(
+        self,
+        layer: int,
+        module: Any,
+        blocks: Blocks,
+        rounds: list[list[Place]],
+        group: Group,
+        observed: bool,
+    ) -> None:
         """Push every micro-batch and lane through a layer."""
-        is_moe = self.layers.args.is_moe(layer)
-        biases = self.biases(layer, module) if is_moe else []
-        for place, batch in enumerate(group):
-            for lane in range(len(self.lanes)):
-                if is_moe:
+        biases = self.biases(layer, module) if self.layers.args.is_moe(layer) else []
+        begun = BlockPass if self.budget.n_block and biases else Pass
+        for places in rounds:
+            passes = []
+            for place, lane in places:
+                if biases:
                     module.mlp.e_score_correction_bias = biases[lane]
-                taps = self.step(module, place, lane, observed and is_moe)
+                passes.append(begun(module, self.states.get(place, lane), observed))
+            fill(passes, blocks())
+            for place, lane in places:
+                taps = self.finish(passes.pop(0), place, lane)
                 if taps:
-                    self.observer.moe(layer, lane, batch, *map(taps.pop, OBSERVED))
+                    self.observer.moe(layer, lane, group[place], *map(taps.pop, OBSERVED))
 
-    def step(self, module: Any, place: int, lane: int, tapped: bool) -> dict[str, mx.array]:
-        """One micro-batch of one lane; returns what was tapped."""
-        taps: dict[str, mx.array] = {}
-
-        def tap(name: str, array: mx.array) -> None:
-            if name in OBSERVED:
-                taps[name] = array
-
-        prefix, blocks = self.states.get(place, lane)
-        mask = None
-        if not module.is_linear:
-            mask = create_attention_mask(prefix, None, return_array=True)
-        prefix = module(prefix, blocks, mask, None, tap if tapped else None)
-        state = State(prefix, blocks)
-        mx.eval(state.arrays(), taps)
-        self.states.put(place, lane, state)
-        return taps
+    def finish(self, one: Pass, place: int, lane: int) -> dict[str, mx.array]:
+        """Keep the state after a layer; return what was tapped."""
+        self.states.put(place, lane, one.finish())
+        return one.taps
 
     def biases(self, layer: int, module: Any) -> list[mx.array]:
         """Every lane's bias on the router's choice: a dropped expert is never chosen."""
@@ -258,3 +290,7 @@ class Stream:
         done = number * sum(sizes) + sum(sizes[: layer + 1])
         what = f"group {number + 1}/{self.n_groups}, layer {layer + 1}/{len(sizes)}"
         self.progress(done, self.n_groups * sum(sizes), what)
+
+
+def _without_blocks(layer: tuple[int, Any]) -> tuple[int, Any, Blocks]:
+    return *layer, tuple

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,6 +43,9 @@ DTYPES: dict[str, tuple[type[np.generic], Any]] = {
 """How memory is asked for, and what it is seen as once it is filled."""
 
 Tensors = list[BuildTensor]
+Memory = dict[str, tuple[mx.array, str]]
+"""Memory of tensors by name, with their dtypes."""
+Key = TypeVar("Key")
 
 
 @dataclass
@@ -80,26 +83,37 @@ class Layers:
         with self.checkpoint.reader() as reader:
             memory = allocate(self.tensors[number])
             fill(reader, self.tensors[number], memory)
-        return self._decoder_layer(number, memory)
+        return self.decoder_layer(number, memory)
 
     def stream(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """The layers with their numbers; while one is in use, the next one is read in a thread."""
+        for number, memory in self.read((number, self.tensors[number]) for number in numbers):
+            yield number, self.decoder_layer(number, memory)
+
+    def read(self, pieces: Iterable[tuple[Key, Tensors]]) -> Iterator[tuple[Key, Memory]]:
+        """The bytes of pieces; while one is in use, the next one is read in a thread."""
         left = Event()
         with self.checkpoint.reader() as reader, ThreadPoolExecutor(1, "layers") as thread:
-            coming: list[tuple[int, dict[str, Any], Future[None]]] = []
+            coming: list[tuple[Key, Memory, Future[None]]] = []
             try:
-                for number in numbers:
+                for key, tensors in pieces:
                     # MLX's streams belong to threads: memory is asked for here, filled there.
-                    memory = allocate(self.tensors[number])
-                    filling = thread.submit(fill, reader, self.tensors[number], memory, left)
-                    coming.append((number, memory, filling))
+                    memory = allocate(tensors)
+                    coming.append((key, memory, thread.submit(fill, reader, tensors, memory, left)))
                     del memory
                     if len(coming) > 1:
-                        yield self._arrived(*coming.pop(0))
+                        yield _arrived(*coming.pop(0))
                 while coming:
-                    yield self._arrived(*coming.pop(0))
+                    yield _arrived(*coming.pop(0))
             finally:
                 left.set()
+
+    def decoder_layer(self, number: int, memory: Memory, without: Iterable[str] = ()) -> Any:
+        """A `kimi_k3.DecoderLayer` with its weights, `without` some parts of its `mlp`."""
+        layer = kimi_k3.DecoderLayer(self.args, number)
+        for part in without:
+            layer.mlp.pop(part, None)
+        return self.loaded(layer, f"{LAYER}{number}.", memory)
 
     def embed(self, ids: mx.array) -> mx.array:
         """The embeddings [B, T, H] of token ids [B, T]."""
@@ -119,16 +133,6 @@ class Layers:
         """Let go of the embedding and the head."""
         self._ends.clear()
 
-    def _arrived(
-        self, number: int, memory: dict[str, Any], filling: Future[None]
-    ) -> tuple[int, Any]:
-        filling.result()
-        return number, self._decoder_layer(number, memory)
-
-    def _decoder_layer(self, number: int, memory: dict[str, Any]) -> Any:
-        layer = kimi_k3.DecoderLayer(self.args, number)
-        return self._loaded(layer, f"{LAYER}{number}.", memory)
-
     def _end(self, which: str, parts: tuple[str, ...]) -> Any:
         """`kimi_k3.LanguageModel` without layers, with the weights of one of its ends."""
         if which not in self._ends:
@@ -140,7 +144,7 @@ class Layers:
             with self.checkpoint.reader() as reader:
                 fill(reader, tensors, memory)
             module = kimi_k3.LanguageModel(args)
-            self._ends[which] = self._loaded(module, LANGUAGE_MODEL, memory, parts)
+            self._ends[which] = self.loaded(module, LANGUAGE_MODEL, memory, parts)
         return self._ends[which]
 
     def _end_tensors(self, parts: tuple[str, ...]) -> Tensors:
@@ -148,8 +152,8 @@ class Layers:
         infos = self.checkpoint.tensors.values()
         return [copied(info.name, "end", info) for info in infos if info.name.startswith(wanted)]
 
-    def _loaded(
-        self, module: Any, prefix: str, memory: dict[str, Any], parts: tuple[str, ...] = ("",)
+    def loaded(
+        self, module: Any, prefix: str, memory: Memory, parts: tuple[str, ...] = ("",)
     ) -> Any:
         """The module with its weights; `parts` are the beginnings of the paths it must have."""
         weights = kimi_k3.sanitize(self.args, seen(memory))
@@ -214,9 +218,14 @@ def _source_experts(checkpoint: Source, layer: int, n_experts: int) -> Iterator[
             yield stacked(name, infos, range(n_experts))
 
 
-def allocate(tensors: Sequence[BuildTensor]) -> dict[str, tuple[mx.array, str]]:
-    """MLX's memory for tensors, with their dtypes."""
-    memory = {}
+def _arrived(key: Key, memory: Memory, filling: Future[None]) -> tuple[Key, Memory]:
+    filling.result()
+    return key, memory
+
+
+def allocate(tensors: Sequence[BuildTensor]) -> Memory:
+    """MLX's memory for tensors."""
+    memory: Memory = {}
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
@@ -231,7 +240,7 @@ def allocate(tensors: Sequence[BuildTensor]) -> dict[str, tuple[mx.array, str]]:
 def fill(
     reader: Reader,
     tensors: Sequence[BuildTensor],
-    memory: dict[str, Any],
+    memory: Memory,
     left: Event | None = None,
 ) -> None:
     """Read the tensors' bytes into their memory, unless nobody waits for them any more.
@@ -251,7 +260,7 @@ def fill(
     next(blocks, None)  # lets the reader finish its last span
 
 
-def seen(memory: dict[str, tuple[mx.array, str]]) -> dict[str, mx.array]:
+def seen(memory: Memory) -> dict[str, mx.array]:
     """Filled memory as arrays of the tensors' own dtypes."""
     return {name: array.view(DTYPES[dtype][1]) for name, (array, dtype) in memory.items()}
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kimi_k3_mlx.reap.saliency import Accumulator, Saliency, Tags, observe
+from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
+from kimi_k3_mlx.reap.pairs import observe
+from kimi_k3_mlx.reap.saliency import Saliency
 
 SOURCES = ("code", "zh", "en")
 LAYERS = (1, 2, 4)

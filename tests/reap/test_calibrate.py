@@ -15,11 +15,12 @@ from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.convert.run import run
 from kimi_k3_mlx.convert.sidecars import PRUNE_PLAN
 from kimi_k3_mlx.prune_plan import read_plan
+from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
 from kimi_k3_mlx.reap.calibrate import calibrate, measure
 from kimi_k3_mlx.reap.corpus import Corpus, load_corpus, parse_specs
 from kimi_k3_mlx.reap.pairs import observe
 from kimi_k3_mlx.reap.planner import Planner, Recipe
-from kimi_k3_mlx.reap.saliency import Accumulator, Saliency, Tags, load_saliency, merge
+from kimi_k3_mlx.reap.saliency import Saliency, load_saliency, merge
 from kimi_k3_mlx.runtime.load import load_weights
 from kimi_k3_mlx.stream import engine
 from kimi_k3_mlx.tensors.local import LocalSource, open_source
@@ -115,6 +116,9 @@ def test_it_measures_what_the_whole_model_shows(
 def test_any_grouping_gives_the_same_bits(
     source: LocalSource, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    micro_batches = engine.make_batches([it.tokens for it in corpus.sequences], 64)
+    assert len(micro_batches) > 3
+    monkeypatch.setattr(engine, "make_batches", lambda *_: micro_batches)
     whole = calibrate(source, corpus, memory=GB)
     real = engine.make_groups
     for size in (1, 3):
@@ -123,7 +127,6 @@ def test_any_grouping_gives_the_same_bits(
             batches = [batch for group in real(*arguments) for batch in group]
             return [tuple(batches[i : i + size]) for i in range(0, len(batches), size)]
 
-        monkeypatch.setattr(engine, "MICRO_TOKENS", 64)
         monkeypatch.setattr(engine, "make_groups", split)
         same_bits(calibrate(source, corpus, memory=GB), whole)
 

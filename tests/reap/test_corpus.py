@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kimi_k3_mlx.chat import render
 from kimi_k3_mlx.errors import CheckpointError, UsageError
-from kimi_k3_mlx.reap.chat import render
 from kimi_k3_mlx.reap.corpus import (
     LONGEST,
     Corpus,

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kimi_k3_mlx.chat import Piece, render
 from kimi_k3_mlx.errors import HubError, UsageError
-from kimi_k3_mlx.reap.chat import Piece, render
 from kimi_k3_mlx.reap.corpus_files import (
     Origin,
     Raw,

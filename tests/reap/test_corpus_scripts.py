@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kimi_k3_mlx.chat.pieces import OPEN, ROLES, Piece
 from kimi_k3_mlx.errors import CheckpointError, UsageError
-from kimi_k3_mlx.reap.chat import OPEN, ROLES, Piece
 from kimi_k3_mlx.reap.scripts import SCRIPTS, STARTS, Encoder, byte_scripts
 from tests.house.checks import ROOT
 from tests.tiny_tokenizer import control_ids, write_tokenizer

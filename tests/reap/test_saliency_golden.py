@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kimi_k3_mlx.reap.saliency import Accumulator, Tags, observe
+from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
+from kimi_k3_mlx.reap.pairs import observe
 from tests.model.golden import TEXT, TOLERANCE, float32_model, read_golden
 
 

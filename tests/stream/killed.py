@@ -1,7 +1,7 @@
 """Streams in a process that kills itself just before a chosen journal call; see test_resume.
 
-Input: a build, a folder, the number of the call to die at (0: never), then options. MLX's threads
-don't survive a fork: every run is a process of its own. Prints the number of calls and a hash.
+Input: a build, a folder, the number of the call to die at (0: never), then how. Sends the number of
+calls, the number of arrays and a hash. Importing this uses no MLX, so that a server can fork.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kimi_k3_mlx.stream import journal
-from kimi_k3_mlx.stream.budget import make_batches, make_budget
+from kimi_k3_mlx.stream import engine, journal
+from kimi_k3_mlx.stream.budget import make_batches
 from kimi_k3_mlx.stream.engine import Lane, run_stream
 from kimi_k3_mlx.stream.layers import open_layers
 from kimi_k3_mlx.tensors.journal import Journal
 from kimi_k3_mlx.tensors.local import open_source
-from tests.stream.conftest import PLAN
+from tests.stream.conftest import PLAN, with_blocks
 from tests.stream.recorder import Adder
 
 LANES = (Lane("parent"), Lane("pruned", PLAN))
@@ -49,22 +48,18 @@ def dying(function: Callable[..., Any], die_at: int) -> Callable[..., Any]:
     return counted
 
 
-def main(build: Path, folder: Path, die_at: int, spill: bool, fingerprint: str) -> None:
-    """Two groups, or one with spilling."""
+def main(build: Path, folder: Path, die_at: int, mode: str, outcome: Any) -> None:
+    """Two groups, or one in mode `spill`; in mode `blocks`, three experts at a time."""
     journal.publish = dying(journal.publish, die_at)
     for name in ("record", "forget"):
         setattr(Journal, name, dying(getattr(Journal, name), die_at))
+    engine.choose_budget = with_blocks(3 if mode == "blocks" else 0)
     layers, adder = open_layers(open_source(build)), Adder(8)
-    batches = make_batches(sequences(), MICRO)
-    budget = make_budget(layers, batches, len(LANES))
+    budget = engine.choose_budget(layers, make_batches(sequences(), MICRO), len(LANES))
     memory = budget.fixed + budget.per_token * 2 * MICRO
-    options = {"folder": folder, "fingerprint": fingerprint, "spill": spill}
+    options = {"folder": folder, "fingerprint": "one", "spill": mode == "spill"}
     run_stream(layers, sequences(), LANES, adder, memory=memory, micro_tokens=MICRO, **options)
     digest = hashlib.sha256()
     for name, array in sorted(adder.sums.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    sys.stdout.write(f"{calls} {len(adder.sums)} {digest.hexdigest()}")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "spill", "one")
+    outcome.send((calls, len(adder.sums), digest.hexdigest()))

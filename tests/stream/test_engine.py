@@ -15,8 +15,9 @@ from kimi_k3_mlx.errors import DoesNotFitError, UsageError
 from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan
 from kimi_k3_mlx.runtime.load import load_weights
 from kimi_k3_mlx.stream.budget import Batch, make_batches, make_budget, make_groups
-from kimi_k3_mlx.stream.engine import OBSERVED, Lane, run_stream
-from kimi_k3_mlx.stream.layers import open_layers
+from kimi_k3_mlx.stream.engine import Lane, run_stream
+from kimi_k3_mlx.stream.layers import Layers, open_layers
+from kimi_k3_mlx.stream.passes import OBSERVED
 from kimi_k3_mlx.tensors.local import open_source
 from tests.stream.conftest import PLAN, PLENTY, convert
 from tests.stream.recorder import Adder, Recorder, as_numpy
@@ -217,6 +218,15 @@ def test_a_plan_over_a_graded_build_is_refused(
     assert record(uneven, sequences).ends
     with pytest.raises(UsageError, match="one number of experts"):
         record(uneven, sequences, BOTH)
+
+
+def test_without_logits_the_head_is_not_even_read(build: Path, sequences, monkeypatch) -> None:
+    expected = record(build, sequences, BOTH)
+    monkeypatch.setattr(Layers, "head", None)
+    found = record(build, sequences, BOTH, logits=False)
+    assert found.ends == {}
+    expected.ends.clear()
+    same(found, expected)
 
 
 def test_spilling_needs_a_folder(build: Path, sequences) -> None:
