@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kimi_k3_mlx.cli._options import (
@@ -128,13 +129,19 @@ def read_corpus(args: argparse.Namespace) -> Corpus:
 
 def tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder; remote code is never run."""
+    from kimi_k3_mlx.convert.sidecars import made_tokenizer, needs_tokenizer
     from kimi_k3_mlx.runtime.load import load_tokenizer
 
-    if not (folder / TOKENIZER).is_file():
+    if (folder / TOKENIZER).is_file():
+        return load_tokenizer(folder, None)
+    if not folder.is_dir() or not needs_tokenizer(os.listdir(folder)):
         raise UsageError(
             f"{folder} has no {TOKENIZER}.", "give a folder that has one with --tokenizer."
         )
-    return load_tokenizer(folder, None)
+    with TemporaryDirectory() as made:
+        for name, content in made_tokenizer(opened(str(folder), None)).items():
+            (Path(made) / name).write_bytes(content)
+        return load_tokenizer(Path(made), None)
 
 
 def counts_text(corpus: Corpus) -> str:

@@ -30,10 +30,10 @@ EXAMPLES = (
     "kimi-k3 convert --hf-path moonshotai/Kimi-K3 --prune-plan plan.json --profile mxfp4-q8",
     "kimi-k3 convert --hf-path ./Kimi-K3 --mlx-path ./Kimi-K3-mlx --overwrite -y",
 )
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TIKTOKEN = "tokenizer.json", "tiktoken.model"
 NO_TOKENIZER = (
-    f"warning: the source has no {TOKENIZER}: kimi-k3 generate and mlx_lm can't run this build "
-    "without one (K3's tiktoken.model needs remote code)"
+    f"warning: the source has neither {TOKENIZER} nor {TIKTOKEN}: kimi-k3 generate and mlx_lm "
+    "can't run this build"
 )
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     prune = read_prune_plan(args.prune_plan)
     source = opened(args.source, args.revision)
     plan = planned(args, source, prune)
-    if TOKENIZER not in source.files():
+    if not {TOKENIZER, TIKTOKEN} & {*source.files()}:
         say(NO_TOKENIZER)
     default = f"{source.name}-mlx-{plan.profile.name}"
     out = Path(default if args.mlx_path is None else args.mlx_path)

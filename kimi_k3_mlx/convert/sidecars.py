@@ -1,4 +1,4 @@
-"""The small files of a build: copies from the source, our model file, the index, the manifest.
+"""The small files of a build: copies from the source, our model file, tokenizer, index, manifest.
 
 Input: the source and the plan. Output: file names and bytes. The source's code (`*.py`) goes only
 into its own layout; ours only into builds that stock mlx-lm can't load.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from fnmatch import fnmatch
-from importlib import metadata
+from importlib import metadata, resources
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,14 +19,22 @@ import numpy as np
 
 from converters.config import MODEL_FILE
 from kimi_k3_mlx import __version__
+from kimi_k3_mlx.convert.tokenizer import (
+    TIKTOKEN,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    tokenizer_files,
+)
+from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.schema import LOST, BuildPlan, Json, Manifest, ShardRecord
 from kimi_k3_mlx.tensors.header import file_size
 from kimi_k3_mlx.tensors.journal import JOURNAL
 from kimi_k3_mlx.tensors.local import read_json
-from kimi_k3_mlx.tensors.source import CONFIG, INDEX, MANIFEST, Source
+from kimi_k3_mlx.tensors.source import CONFIG, DOWNLOAD, INDEX, MANIFEST, Source
 
 PRUNE_PLAN = "prune_plan.json"
-ROOT_FILES = ("kimi_k3", "kimi_k3_vl")
+TEMPLATE = "chat_template.jinja"
+ROOT_FILES = ("kimi_k3", "kimi_k3_vision", "kimi_k3_vl")
 PATTERNS = (
     "tokenizer*",
     "*tiktoken*",
@@ -47,18 +55,50 @@ def sidecar_names(plan: BuildPlan, source: Source) -> list[str]:
     added = [PRUNE_PLAN] if plan.prune else []
     if MODEL_FILE in plan.config.values():
         added += [name for name, _ in _root_files()]
-    return sorted(copied_names(plan, source) + added)
+    return sorted({*copied_names(plan, source), *made_names(plan, source), *added})
 
 
 def copied_names(plan: BuildPlan, source: Source) -> list[str]:
-    """The source's small files that a build carries, sorted."""
+    """The source's small files that a build carries as they are, sorted."""
     wanted = is_verbatim if plan.profile.layout == "moonshot" else is_sidecar
-    return [name for name in source.files() if wanted(name)]
+    made = made_names(plan, source)
+    return [name for name in source.files() if wanted(name) and name not in made]
+
+
+def made_names(plan: BuildPlan, source: Source) -> list[str]:
+    """What stock programs need to talk to an MLX build, and the source lacks."""
+    if plan.profile.layout == "moonshot":
+        return []
+    files = source.files()
+    lacks_template = not any(name.startswith("chat_template") for name in files)
+    made = [TOKENIZER, TOKENIZER_CONFIG] if needs_tokenizer(files) else []
+    return [*made, TEMPLATE] if lacks_template and {TOKENIZER, *made} & {*files, *made} else made
+
+
+def needs_tokenizer(files: Container[str]) -> bool:
+    """Whether a source's tokenizer is only in K3's own form, which takes remote code to read."""
+    return TIKTOKEN in files and TOKENIZER not in files
+
+
+def made_tokenizer(source: Source) -> dict[str, bytes]:
+    """The tokenizer files of a source that has only `tiktoken.model`."""
+    if TOKENIZER_CONFIG not in source.files():
+        raise CheckpointError(
+            f"{source.where} has {TIKTOKEN}, but no {TOKENIZER_CONFIG}.", DOWNLOAD
+        )
+    vocab_size = source.config["text_config"]["vocab_size"]
+    model, config = source.read_file(TIKTOKEN), source.read_file(TOKENIZER_CONFIG)
+    return tokenizer_files(model, config, vocab_size)
 
 
 def read_sidecars(plan: BuildPlan, source: Source) -> dict[str, bytes]:
     """Name and content of every small file; raises OSError or HubError for an unreadable one."""
     files = {name: source.read_file(name) for name in copied_names(plan, source)}
+    made = made_names(plan, source)
+    if TOKENIZER in made:
+        files |= made_tokenizer(source)
+    if TEMPLATE in made:
+        files[TEMPLATE] = resources.files("kimi_k3_mlx.chat").joinpath(TEMPLATE).read_bytes()
     if plan.prune:
         files[PRUNE_PLAN] = plan.prune.to_text().encode()
     if MODEL_FILE in plan.config.values():

@@ -25,7 +25,13 @@ from kimi_k3_mlx.convert.alone import (
 from kimi_k3_mlx.convert.compare import Comparison, Rounded
 from kimi_k3_mlx.convert.naive import Layout
 from kimi_k3_mlx.convert.plan import plan_build
-from kimi_k3_mlx.convert.sidecars import PRUNE_PLAN, copied_names, read_sidecars
+from kimi_k3_mlx.convert.sidecars import (
+    PRUNE_PLAN,
+    TEMPLATE,
+    copied_names,
+    made_names,
+    read_sidecars,
+)
 from kimi_k3_mlx.convert.wanted import (
     AGAIN,
     Wanted,
@@ -191,13 +197,13 @@ def _checked_tensors(opened: OpenedBuild, source: Source) -> dict[str, Wanted]:
 
 
 def _check_small_files(opened: OpenedBuild, source: Source, plan: BuildPlan) -> str | None:
-    """Copies are the source's; whose our model file is."""
+    """Copies, and the tokenizer, are the source's; whose our model file is."""
     ours: set[bool] = set()
-    copies = copied_names(plan, source)
+    copies = {*copied_names(plan, source), *made_names(plan, source)} - {TEMPLATE}
     for name, content in read_sidecars(plan, source).items():
         if name in copies and small_file(opened.path, name) != content:
             raise MismatchError(f"{name} in {opened.path} differs from the source's.", AGAIN)
-        if name not in (*copies, PRUNE_PLAN):
+        if name not in (*copies, TEMPLATE, PRUNE_PLAN):
             path = opened.path / name
             ours.add(path.is_file() and path.read_bytes() == content)
     if not ours:

@@ -60,7 +60,7 @@ def with_profile(plan: BuildPlan, name: str) -> BuildPlan:
 def test_the_files_of_a_build(tiny_build: Path, tiny_plan: Planned) -> None:
     plan, source = tiny_plan
     sidecars = {"LICENSE", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    expected = {shard.name for shard in plan.shards} | sidecars
+    expected = {shard.name for shard in plan.shards} | sidecars | {"chat_template.jinja"}
     assert set(os.listdir(tiny_build)) == expected | {"config.json", INDEX, "kimi_k3_mlx.json"}
     for name in sidecars:
         assert (tiny_build / name).read_bytes() == (source.path / name).read_bytes()

@@ -26,6 +26,7 @@ RANKS = {
     "kimi_k3_mlx.prune_plan": 1,
     "kimi_k3_mlx.schema": 1,
     "kimi_k3_mlx.units": 1,
+    "kimi_k3_mlx.chat": 2,
     "kimi_k3_mlx.tensors": 2,
     "kimi_k3_mlx.convert": 3,
     "kimi_k3_mlx.stream": 3,
@@ -40,8 +41,8 @@ RANKS = {
 ROOT_FILE_IMPORTS = {"mlx", "mlx_lm", "numpy", "kimi_k3", "kimi_k3_vision", "kimi_k3_vl"}
 """What a root file may import besides the standard library: a published build carries a copy."""
 
-VISION_IMPORTS = {"mlx_vlm"}
-"""What `kimi_k3_vl` may import too: only mlx-vlm ever asks for it."""
+VISION_IMPORTS = {"mlx_vlm", "PIL"}
+"""What `kimi_k3_vl` may import too: who shows pictures has installed the extra `vision`."""
 
 PURE_FORBIDDEN = {"os", "io", "pathlib", "shutil", "socket", "subprocess", "tempfile", "urllib"}
 """Converters take arrays and give arrays: no files, no network."""

@@ -115,6 +115,11 @@ def test_a_model_file_may_be_longer() -> None:
     assert list(checks.long_findings([Module("kimi_k3.py", text + "x = 1\n")]))
 
 
+def test_golden_vectors_stay_small_enough_to_commit() -> None:
+    sizes = [path.stat().st_size for path in (checks.ROOT / "tests" / "golden").iterdir()]
+    assert 10**6 < sum(sizes) <= 15 * 10**6
+
+
 def within_budget(modules: Iterable[Module]) -> bool:
     median, ninth_decile = checks.budget(modules)
     return median <= 12 and ninth_decile <= 35

@@ -1,0 +1,1 @@
+"""Tests of kimi_k3_mlx.chat."""
