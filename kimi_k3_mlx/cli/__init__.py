@@ -38,10 +38,18 @@ VERBS = {
     "calibrate": Verb("calibrate", "measure which experts a corpus needs"),
     "stats": Verb("stats", "add up statistics of calibration runs, or show them"),
     "plan": Verb("plan", "choose which experts stay, from measured statistics"),
+    "report": Verb("report", "show what plans retain, source by source, with figures"),
+    "compare": Verb("compare", "measure on held-out text what plans cost, before building any"),
     "prune": Verb("prune", "write a pruned checkpoint in Moonshot's layout, for vLLM and SGLang"),
     "estimate": Verb("estimate", "say what a build would need, before anything is written"),
     "verify": Verb("verify", "compare a build with its source, or with its own manifest"),
+    "doctor": Verb("doctor", "check this machine, and a build on it"),
+    "wired-limit": Verb("wired_limit", "work out and set the memory that the GPU may wire"),
+    "fit": Verb("fit", "say which builds a Mac runs, and how fast at most"),
     "generate": Verb("generate", "continue a prompt with a build"),
+    "chat": Verb("chat", "talk with a build in the terminal"),
+    "server": Verb("server", "answer programs that speak OpenAI's chat completions"),
+    "probe": Verb("probe", "count loops and texts without end in what a build writes"),
     "demo": Verb("demo", "all of the above on the small trained model that comes along"),
 }
 
