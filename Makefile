@@ -12,7 +12,7 @@ COMPLETE := $(VENV)/.kimi-k3-complete
 .PHONY: help setup demo test lint format bench clean
 
 help:
-	@echo "make demo    convert, verify and run a small trained K3, in under a minute"
+	@echo "make demo    convert, verify, run and prune a small trained K3, in about a minute"
 	@echo "make test    ruff, mypy and the whole test suite"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff rewrite the sources"

@@ -410,9 +410,11 @@ def kda_step(q, k, v, g, beta, state) -> tuple[mx.array, mx.array]:
 CHUNK = 16
 # Beyond this decay a step, exp of half a chunk leaves the range of float32.
 CHUNK_BOUND = -5.0
+# Inputs that neither decay a state nor write to it. σ and softplus are 0 long before infinity.
+PADDING = (0.0, -1e30, -1e30)
 
 
-def kda_chunks(q, k, v, log_g, beta, state: mx.array | None) -> tuple[mx.array, mx.array]:
+def kda_chunks(q, k, v, log_g, beta, state) -> tuple[mx.array, mx.array]:
     """The gated delta rule of KDA over chunks of 16 tokens, in matrix products.
 
     q, k, log_g [B, T, H, K], v [B, T, H, V], beta [B, T, H], state [B, H, V, K], all float32;
@@ -420,7 +422,7 @@ def kda_chunks(q, k, v, log_g, beta, state: mx.array | None) -> tuple[mx.array, 
     Kimi Linear (arXiv 2510.26692, §3); exponents refer to the middle of the chunk, so that they
     stay within ±40.
     """
-    B, T, H, K = q.shape
+    B, T, H, _ = q.shape
     n = -(-T // CHUNK)
 
     def split(x):
@@ -442,8 +444,7 @@ def kda_chunks(q, k, v, log_g, beta, state: mx.array | None) -> tuple[mx.array, 
     q_in, keys = q_in * start, (k_out * end).swapaxes(-1, -2)
     keep = mx.exp(last).swapaxes(-1, -2)
 
-    s = mx.zeros((B, H, K, v.shape[-1])) if state is None else state.swapaxes(-1, -2)
-    ys = []
+    ys, s = [], state.swapaxes(-1, -2)
     for i in range(n):
         written = values[:, :, i] - erase[:, :, i] @ s
         ys.append(q_in[:, :, i] @ s + scores[:, :, i] @ written)
@@ -479,46 +480,44 @@ class DeltaAttention(nn.Module):
 
     def __call__(self, x: mx.array, mask=None, cache=None) -> mx.array:
         """x [B, T, hidden]; mask [B, T] is false at padding."""
-        B, T, _ = x.shape
-        conv_state, state, lengths = (*cache, cache.lengths) if cache is not None else [None] * 3
-        qkv = self.qkv_proj(x)
+        qkv, a, b = self.qkv_proj(x), self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
         if mask is not None:
-            qkv = mx.where(mask[..., None], qkv, 0)
-        qkv, conv_state = self.qkv_conv(qkv, conv_state, lengths)
-        y, state = self.delta_rule(x, qkv, state, mask)
-        if cache is not None:
-            cache[0], cache[1] = conv_state, state
-            cache.advance(T)
-        # The readout scale D^-½ that q lacks only acts through this eps: see delta_rule.
+            filled = zip((qkv, a, b), PADDING, strict=True)
+            qkv, a, b = (mx.where(mask[..., None], z, padding) for z, padding in filled)
+        if hasattr(cache, "run"):
+            # A cache that can go back keeps the inputs, and may run them again.
+            y = cache.run(self.recur, qkv, a, b)
+        elif cache is None:
+            y, *_ = self.recur(qkv, a, b)
+        else:
+            y, cache[0], cache[1] = self.recur(qkv, a, b, *cache, cache.lengths)
+            cache.advance(x.shape[1])
+        # The readout scale D^-½ that q lacks only acts through this eps: see recur.
         y = mx.fast.rms_norm(y, self.o_norm.weight, self.eps * self.head_dim)
         gate = self.g_proj(x) if "g_proj" in self else self.g_b_proj(self.g_a_proj(x))
-        return self.o_proj(gated(y.reshape(B, T, -1), gate))
+        return self.o_proj(gated(y.flatten(2), gate))
 
-    def delta_rule(self, x, qkv, state, mask) -> tuple[mx.array, mx.array]:
-        """√D times KDA's output [B, T, H, D] in float32, and the new state [B, H, D, D]."""
-        heads = (*x.shape[:2], self.num_heads, self.head_dim)
-        qk, v = mx.split(qkv, [2 * self.num_heads * self.head_dim], axis=-1)
-        qk = qk.reshape(*heads[:2], 2, *heads[2:])
+    def recur(self, qkv, a, b, conv_state=None, state=None, lengths=None) -> tuple[mx.array, ...]:
+        """√D times KDA's output [B, T, H, D] in float32, the convolution's new last inputs, and the
+        new state [B, H, D, D], from the projections of q, k and v, of the decay and of beta."""
+        qkv, conv_state = self.qkv_conv(qkv, conv_state, lengths)
+        heads = (*a.shape[:2], self.num_heads, self.head_dim)
+        qkv = qkv.reshape(*heads[:2], 3, *heads[2:])
         # x/‖x‖ = rms_norm(x)·D^-½, whose eps is on the mean of squares, not on their sum.
         unit = constant(self.head_dim**-0.5, self.head_dim)
-        qk = mx.fast.rms_norm(qk, unit, L2_EPS / self.head_dim)
-        q, k, v = qk[:, :, 0], qk[:, :, 1], v.reshape(heads)
-        a = self.f_b_proj(self.f_a_proj(x)).reshape(heads)
-        decay_args = (a, self.A_log[:, None], self.dt_bias.reshape(heads[2:]), self.lower_bound)
-        beta = sigmoid32(self.b_proj(x))
-        if self.chunks and x.shape[1] > 1 and not on_gpu():
-            log_g = decay(*decay_args, log=True)
-            if mask is not None:
-                log_g, beta = log_g * mask[..., None, None], beta * mask[..., None]
-            return kda_chunks(q, k, v, log_g, beta, state)
+        qk = mx.fast.rms_norm(qkv[:, :, :2], unit, L2_EPS / self.head_dim)
+        q, k, v = qk[:, :, 0], qk[:, :, 1], qkv[:, :, 2]
+        rule = kda_step if heads[1] == 1 else gated_delta_ops
+        if on_gpu() and self.head_dim % 32 == 0:
+            rule = gated_delta_kernel
+        elif self.chunks and heads[1] > 1 and not on_gpu():
+            rule = kda_chunks
+        decay_args = (a.reshape(heads), self.A_log[:, None], self.dt_bias.reshape(heads[2:]))
+        g = decay(*decay_args, self.lower_bound, rule is kda_chunks)
         if state is None:
             state = mx.zeros((heads[0], *heads[2:], heads[3]), mx.float32)
-        g = decay(*decay_args, log=False)
-        if on_gpu() and self.head_dim % 32 == 0:
-            return gated_delta_kernel(q, k, v, g, beta, state, mask)
-        if x.shape[1] == 1 and mask is None:
-            return kda_step(q, k, v, g, beta, state)
-        return gated_delta_ops(q, k, v, g, beta, state, mask)
+        y, state = rule(q, k, v, g, sigmoid32(b), state)
+        return y, conv_state, state
 
     def shard(self, group):
         self.qkv_proj = shard_linear(self.qkv_proj, "all-to-sharded", segments=3, group=group)
@@ -567,10 +566,11 @@ class LatentAttention(nn.Module):
         q_nope, q_pe = mx.split(self.queries(x), [self.nope_dim], axis=-1)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.kv_rank], axis=-1)
         latent = self.kv_a_layernorm(latent)
-        if hasattr(cache, "bits"):
-            raise ValueError("Kimi-K3's latent cache can't be quantized: leave out --kv-bits.")
         if cache is not None:
             latent, k_pe = cache.update_and_fetch(latent, k_pe)
+        if hasattr(cache, "bits"):
+            packing = {"group_size": cache.group_size, "bits": cache.bits}
+            latent, k_pe = (mx.dequantize(*packed, **packing) for packed in (latent, k_pe))
 
         # One query attends in the latent space; many are cheaper with keys and values per head.
         if T == 1:

@@ -27,7 +27,7 @@ EXAMPLES = (
 PROMPT = "class Counter:\n    def __init__(self"
 SAMPLING = ["--temp", "0.6", "--top-p", "0.9", "--seed", "3"]
 """A model this small repeats itself when it is greedy."""
-LESS = ["--seq-len", "512", "--tokens-per-source", "4000", "--bos"]
+SEQUENCES = ["--seq-len", "512", "--bos", "--tokens-per-source"]
 TEXT = "Let the build continue the prompt; its text begins where the prompt ends."
 TINY_TEXT = "With 5 million weights it writes what looks like Python, not what runs."
 DOMAINS = ("code", "english", "chinese")
@@ -110,7 +110,7 @@ def pruning(source: Path, out: Path, args: argparse.Namespace) -> Steps:
     return [
         (
             "Measure which experts three kinds of text need, one layer in memory at a time.",
-            ["calibrate", *at, "--corpus", calibration, *LESS, "--out", stats],
+            ["calibrate", *at, "--corpus", calibration, *SEQUENCES, "3500", "--out", stats],
         ),
         (
             "Choose half of the experts of each layer.",
@@ -118,7 +118,7 @@ def pruning(source: Path, out: Path, args: argparse.Namespace) -> Steps:
         ),
         (
             "What does the plan cost? Measured on other texts, before anything is built.",
-            ["compare", *at, "--plans", plan, "--text", held_out, *LESS],
+            ["compare", *at, "--plans", plan, "--text", held_out, *SEQUENCES, "1500"],
         ),
         (
             "Write the build of the plan, and compare it with the source.",

@@ -26,13 +26,15 @@ from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.units import format_bytes
 
 if TYPE_CHECKING:
-    from kimi_k3_mlx.runtime.generate import Completion
+    from kimi_k3_mlx.runtime.generate import Completion, Decoding
+    from kimi_k3_mlx.runtime.load import Loaded
 
 USAGE = "--model DIR -p TEXT [options]"
 EXAMPLES = (
     "kimi-k3 generate --model ./Kimi-K3-mlx -p 'def quicksort('",
     "kimi-k3 generate --model ./Kimi-K3-mlx -p - -m 400 --temp 0.7 --top-p 0.95 < prompt.txt",
     "kimi-k3 generate --model ./Kimi-K3-mlx -p 'Once upon a time' --seed 1 --temp 1 --json",
+    "kimi-k3 generate --model ./Kimi-K3-mlx -p - -m 9000 --kv-bits 8 < file-to-rewrite.txt",
 )
 
 
@@ -45,13 +47,20 @@ def add_options(parser: Parser) -> None:
     model.add_argument(
         "-p", "--prompt", metavar="TEXT", required=True, help="text to continue; - reads stdin"
     )
+    sampling_options(parser, max_tokens=100)
+    decoding_options(parser)
+    common_options(parser)
+
+
+def sampling_options(parser: Parser, *, max_tokens: int) -> None:
+    """Declare how tokens are chosen; names and defaults are those of mlx-lm."""
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "-m",
         "--max-tokens",
         metavar="N",
         type=positive,
-        default=100,
+        default=max_tokens,
         help="most tokens to generate",
     )
     sampling.add_argument(
@@ -71,7 +80,51 @@ def add_options(parser: Parser) -> None:
         "--min-p", metavar="P", type=fraction, default=0.0, help="least share of the best token"
     )
     sampling.add_argument("--seed", metavar="N", type=seed, help="seed of the sampler")
-    common_options(parser)
+
+
+def decoding_options(parser: Parser) -> None:
+    """Declare how to compute; the cache's options are those of mlx_lm.generate."""
+    speed = parser.add_argument_group("speed")
+    speed.add_argument(
+        "--lookup",
+        action=argparse.BooleanOptionalAction,
+        help="draft from the prompt and the output; without either: only when --temp is 0",
+    )
+    speed.add_argument(
+        "--draft-model", metavar="DIR", type=folder, help="small model with the same tokenizer"
+    )
+    speed.add_argument(
+        "--num-draft-tokens",
+        metavar="N",
+        type=positive,
+        help="most tokens of a draft (default: 8 by lookup, 3 by a draft model)",
+    )
+    speed.add_argument(
+        "--prefill-step-size",
+        metavar="N",
+        type=positive,
+        default=4096,
+        help="prompt tokens of one pass",
+    )
+    cache_options(parser)
+
+
+def cache_options(parser: Parser) -> None:
+    """Declare how to keep the latents."""
+    cache = parser.add_argument_group("cache")
+    cache.add_argument(
+        "--kv-bits", metavar="N", type=int, choices=(4, 8), help="quantize the latents: 4 or 8"
+    )
+    cache.add_argument(
+        "--kv-group-size", metavar="N", type=int, choices=(32, 64), default=64, help="32 or 64"
+    )
+    cache.add_argument(
+        "--quantized-kv-start",
+        metavar="N",
+        type=count,
+        default=5000,
+        help="tokens in the cache from which on it is quantized",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -80,17 +133,41 @@ def run(args: argparse.Namespace) -> None:
     # transformers warns that it does not know K3; only its tokenizer is used.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from kimi_k3_mlx.runtime.generate import Sampling, generate
-    from kimi_k3_mlx.runtime.load import load
 
     sampling = Sampling(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p, args.seed)
-    build = load(args.model)
-    completion = generate(build, prompt, sampling, discard if args.json else stream)
+    build, decoding = prepare(args)
+    completion = generate(build, prompt, sampling, discard if args.json else stream, decoding)
     if args.json:
         write_json({"version": 1} | vars(completion))
         return
     write("")
     if not args.quiet:
         say(statistics(completion))
+
+
+def prepare(args: argparse.Namespace) -> tuple[Loaded, Decoding]:
+    """Load the build, and the draft model before it: a wrong one is found sooner."""
+    from kimi_k3_mlx.runtime.build import check_build
+    from kimi_k3_mlx.runtime.draft import load_draft
+    from kimi_k3_mlx.runtime.generate import Decoding
+    from kimi_k3_mlx.runtime.load import load, load_tokenizer
+
+    if args.draft_model and args.lookup:
+        raise UsageError("a draft model and prompt lookup both draft.", "leave out --lookup.")
+    draft = None
+    if args.draft_model:
+        check_build(args.model)
+        draft = load_draft(args.draft_model, load_tokenizer(args.model, None))
+    decoding = Decoding(
+        args.lookup,
+        draft,
+        args.num_draft_tokens,
+        args.kv_bits,
+        args.kv_group_size,
+        args.quantized_kv_start,
+        args.prefill_step_size,
+    )
+    return load(args.model), decoding
 
 
 def read_prompt(option: str) -> str:
@@ -124,6 +201,7 @@ def statistics(completion: Completion) -> str:
         )
     return (
         f"[{completion.prompt_tokens} prompt + {completion.generation_tokens} generated tokens "
-        f"in {completion.seconds:.1f} s{speeds}, peak {format_bytes(completion.peak_memory)}, "
+        f"in {completion.seconds:.1f} s{speeds}, {completion.tokens_from_drafts} from drafts, "
+        f"peak {format_bytes(completion.peak_memory)}, "
         f"stopped by {completion.finish_reason}]"
     )

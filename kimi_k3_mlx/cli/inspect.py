@@ -43,7 +43,7 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Show it."""
     from kimi_k3_mlx.convert.inventory import take_inventory
-    from kimi_k3_mlx.runtime.load import explained
+    from kimi_k3_mlx.runtime.build import explained
 
     path = Path(args.path)
     with explained(path) if path.is_dir() else nullcontext():

@@ -1,7 +1,8 @@
 """Generates text through mlx-lm's own `stream_generate` and samplers; no decode loop of ours.
 
-Input: a loaded build, a prompt, sampling options. Output: pieces of text, then statistics. A speed
-is stated only when the weights were wired: decoding unwired weights has been seen 27 times slower.
+Input: a loaded build, a prompt, options of sampling and decoding. Output: pieces of text, then
+statistics. A speed is stated only when the weights were wired: decoding unwired weights has been
+seen 27 times slower. Greedy text is decoded with prompt lookup unless a draft model does better.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.runtime.load import Loaded
+
+DRAFT_TOKENS = 3
+"""Tokens that a draft model drafts at a time: mlx-lm's default."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,25 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How to compute. Only `kv_bits` changes what is generated."""
+
+    lookup: bool | None = None
+    """Prompt lookup; None: when greedy, and without a draft model."""
+    draft: Loaded | None = None
+    """A small model with the same tokenizer, see `runtime.draft`."""
+    num_draft_tokens: int | None = None
+    """Most tokens of a draft; None: 8 by lookup, 3 by a draft model."""
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    """Tokens in the cache from which on it is quantized; mlx-lm's default."""
+    prefill_step_size: int = 4096
+    """Prompt tokens a pass. At 16 of 896 experts a token, each expert gets 73 of 4,096: its
+    weights are read once for all of them. mlx-lm's 2,048 would read them twice as often."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """A finished generation."""
 
@@ -43,6 +66,8 @@ class Completion:
     peak_memory: int
     """Bytes."""
     wired: bool
+    tokens_from_drafts: int
+    """Generated tokens that cost no forward pass of their own."""
     prompt_tokens_per_second: float | None = None
     """Known only when the weights were wired; so is the next one."""
     generation_tokens_per_second: float | None = None
@@ -53,13 +78,17 @@ def generate(
     prompt: str,
     sampling: Sampling,
     on_text: Callable[[str], object] = str,
+    decoding: Decoding = Decoding(),
 ) -> Completion:
     """Continue `prompt`; `on_text` receives each piece of text as soon as it is decoded."""
     began = time.perf_counter()
     pieces: list[str] = []
-    for response in responses(build, prompt, sampling):
+    model, options = prepare(build, sampling, decoding)
+    drafted = 0
+    for response in responses(build._replace(model=model), prompt, sampling, options):
         pieces.append(response.text)
         on_text(response.text)
+        drafted += response.from_draft
     wired = weights_are_wired(build.model)
     return Completion(
         text="".join(pieces),
@@ -69,18 +98,53 @@ def generate(
         seconds=time.perf_counter() - began,
         peak_memory=round(response.peak_memory * 1e9),
         wired=wired,
+        tokens_from_drafts=drafted if model is build.model else model.asked - model.passes,
         prompt_tokens_per_second=response.prompt_tps if wired else None,
         generation_tokens_per_second=response.generation_tps if wired else None,
     )
 
 
-def responses(build: Loaded, prompt: str, sampling: Sampling) -> Iterator[Any]:
-    """mlx-lm's stream of responses; there is always at least one."""
+def prepare(build: Loaded, sampling: Sampling, decoding: Decoding) -> tuple[Any, dict[str, Any]]:
+    """The model to call, and mlx-lm's options; raises UsageError for what can't be."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from kimi_k3_mlx.runtime.cache import WINDOW, check_kv_bits, rewindable
+    from kimi_k3_mlx.runtime.lookup import MAX_DRAFT, Lookahead
+
+    if decoding.kv_bits is not None:
+        check_kv_bits(build.config["text_config"], decoding.kv_group_size)
+    options: dict[str, Any] = {
+        "prefill_step_size": decoding.prefill_step_size,
+        "kv_bits": decoding.kv_bits,
+        "kv_group_size": decoding.kv_group_size,
+        "quantized_kv_start": decoding.quantized_kv_start,
+    }
+    if decoding.draft is not None:
+        if decoding.lookup:
+            raise UsageError("a draft model and prompt lookup both draft.", "leave out --lookup.")
+        n_tokens = decoding.num_draft_tokens or DRAFT_TOKENS
+        caches = make_prompt_cache(build.model) + make_prompt_cache(decoding.draft.model)
+        options |= {
+            "draft_model": decoding.draft.model,
+            "num_draft_tokens": n_tokens,
+            "prompt_cache": rewindable(caches, max(WINDOW, n_tokens)),
+        }
+    elif decoding.lookup or (decoding.lookup is None and sampling.temperature == 0):
+        return Lookahead(build.model, decoding.num_draft_tokens or MAX_DRAFT), options
+    return build.model, options
+
+
+def responses(
+    build: Loaded, prompt: str | Sequence[int], sampling: Sampling, options: dict[str, Any]
+) -> Generator[Any, None, None]:
+    """mlx-lm's stream of responses to text or token ids; there is always at least one."""
     import mlx.core as mx
     from mlx_lm.generate import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
-    tokens = build.tokenizer.encode(prompt, add_special_tokens=False)
+    tokens = prompt
+    if isinstance(prompt, str):
+        tokens = build.tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:
         raise UsageError("the prompt is empty.", "give some text: -p 'def main('")
     if sampling.seed is not None:
@@ -93,7 +157,12 @@ def responses(build: Loaded, prompt: str, sampling: Sampling) -> Iterator[Any]:
         min_p=sampling.min_p,
     )
     stream = stream_generate(
-        build.model, build.tokenizer, tokens, max_tokens=sampling.max_tokens, sampler=sampler
+        build.model,
+        build.tokenizer,
+        tokens,
+        max_tokens=sampling.max_tokens,
+        sampler=sampler,
+        **options,
     )
     while response := next_response(stream):
         yield response

@@ -1,29 +1,40 @@
 """Loads a build through mlx-lm's own loader, with the installed `kimi_k3` as its model.
 
-Input: a folder. Output: model, tokenizer and config. The index decides which shards exist: mlx-lm
-itself loads every `model*.safetensors` it finds, so a stale one would silently replace weights.
-Code that lies in the build is never executed.
+Input: a folder, and the group when several Macs share the model. Output: model, tokenizer and
+config. mlx-lm makes the model without reading a weight; then weights are read piece by piece, so
+that memory holds each of them once. Code that lies in the build is never executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.config import read_dims
-from kimi_k3_mlx.errors import CheckpointError
-from kimi_k3_mlx.schema import Json
-from kimi_k3_mlx.tensors.local import open_source, read_json
-from kimi_k3_mlx.tensors.source import CONFIG
-
-TOKENIZER = "tokenizer.json"
-OTHER_JSON = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
-FINISH = (
-    "give the folder of a whole checkpoint; to finish a build, run the same kimi-k3 convert again."
+from kimi_k3_mlx.convert.memory import Running, running
+from kimi_k3_mlx.errors import CheckpointError, DoesNotFitError
+from kimi_k3_mlx.runtime.build import MAKE_AGAIN, TOKENIZER, check_build, explained, summary
+from kimi_k3_mlx.runtime.cluster import (
+    TENSOR,
+    check_same_build,
+    check_split,
+    dims_here,
+    share,
+    size_of,
+    together,
 )
-MAKE_AGAIN = "make it again by the same kimi-k3 convert with --overwrite, or download it again."
+from kimi_k3_mlx.runtime.machine import Machine, Probes
+from kimi_k3_mlx.runtime.wired import advise
+from kimi_k3_mlx.schema import Json, Progress, silent
+from kimi_k3_mlx.tensors.source import CONFIG
+from kimi_k3_mlx.units import format_bytes
+
+if TYPE_CHECKING:
+    from mlx.core.distributed import Group
+
+PIECE_BYTES = 4 << 30
+"""Read at once: all of 300 GB in one evaluation trips macOS's GPU watchdog (mlx-lm#1572)."""
+CONTEXT = 8192
 
 
 class Loaded(NamedTuple):
@@ -34,77 +45,41 @@ class Loaded(NamedTuple):
     config: dict[str, Any]
 
 
-def load(path: str | Path, *, lazy: bool = False) -> Loaded:
+def load(
+    path: str | Path,
+    *,
+    lazy: bool = False,
+    progress: Progress = silent,
+    context: int = CONTEXT,
+    force: bool = False,
+    group: Group | None = None,
+    split: str = TENSOR,
+    probes: Probes | None = None,
+) -> Loaded:
     """Load a finished build; with `lazy`, weights are read when they are first used.
 
-    Raises CheckpointError, naming the file, for a folder that is damaged or no Kimi-K3, and
-    UsageError when there is no folder.
+    With a `group` (`cluster.group_of`), this rank's share only: `split` is `tensor` or `pipeline`.
+    Raises, before a weight is read, CheckpointError, naming the file, for a folder that is damaged
+    or no Kimi-K3; UsageError when there is no folder, or for a split that can't be; and
+    DoesNotFitError, unless `force`, on a Mac too small for weights and `context` tokens.
     """
     path = Path(path)
-    check_build(path)
-    with explained(path):
-        model, config = load_weights(path, lazy)
-        return Loaded(model, load_tokenizer(path, config.get("eos_token_id")), config)
-
-
-def check_build(path: Path) -> None:
-    """Refuse a folder that headers and JSON show to be damaged, before any weight is read."""
-    with explained(path):
-        build = open_source(path)
-        check_config(path, build.config)
-        for name in OTHER_JSON:
-            if (path / name).is_file():
-                read_json(path / name)
-    check_extra_shards(path, build.shards)
-    if not (path / TOKENIZER).is_file():
-        raise CheckpointError(
-            f"{path} has no {TOKENIZER}.",
-            "put one there: K3's own tiktoken.model needs remote code, which is never run.",
-        )
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Give errors about a build the hint that mends a build: other readers think of sources."""
-    try:
-        yield
-    except CheckpointError as error:
-        if not (path / CONFIG).is_file():
-            error.hint = FINISH
-        elif not is_source(path):
-            error.hint = MAKE_AGAIN
-        raise
-
-
-def is_source(path: Path) -> bool:
-    """Whether the folder is a checkpoint in Moonshot's layout, as far as its config tells."""
-    try:
-        return "quantization" not in read_json(path / CONFIG)
-    except CheckpointError:
-        return False
-
-
-def check_config(path: Path, config: Json) -> None:
-    """Refuse a config that is not a Kimi-K3's, or asks for what the model doesn't do."""
-    read_dims(config)
-    from kimi_k3 import ModelArgs
-
-    try:
-        ModelArgs.from_dict(config)
-    except ValueError as error:
-        raise CheckpointError(f"{path / CONFIG}: {summary(error)}.") from error
-
-
-def check_extra_shards(path: Path, named: Iterable[str]) -> None:
-    """Refuse shards that mlx-lm would find though the index does not name them."""
-    extra = sorted({shard.name for shard in path.glob("model*.safetensors")} - set(named))
-    if extra:
-        count = extra[0] if len(extra) == 1 else f"{len(extra)} shards ({extra[0]}, …)"
-        raise CheckpointError(
-            f"{path} holds {count} that the index does not name; "
-            "mlx-lm would load it over the build's own weights.",
-            f"move it away: {path / extra[0]}",
-        )
+    with together(group):
+        build = check_build(path)
+    check_same_build(group, build.id.headers_sha256)
+    with together(group), explained(path):
+        model, config = load_weights(path, lazy=True)
+        if group is not None:
+            check_split(model, group.size(), split)
+            share(model, group, split)
+        if not force:
+            machine = Machine.read(path, probes or Probes())
+            check_fits(path, machine, memory_here(model, config, context, group, split))
+        tokenizer = load_tokenizer(path, config.get("eos_token_id"))
+    with together(group), explained(path):
+        if not lazy:
+            read_weights(path, model, progress, PIECE_BYTES // size_of(group))
+    return Loaded(model, tokenizer, config)
 
 
 def load_weights(path: Path, lazy: bool) -> tuple[Any, Json]:
@@ -113,12 +88,14 @@ def load_weights(path: Path, lazy: bool) -> tuple[Any, Json]:
 
     try:
         model, config = load_model(
-            path, lazy=lazy, model_config={"model_file": None}, get_model_classes=installed_classes
+            path, lazy=True, model_config={"model_file": None}, get_model_classes=installed_classes
         )
     except ValueError as error:
         raise CheckpointError(
             f"the weights in {path} don't fit its {CONFIG}: {summary(error)}."
         ) from error
+    if not lazy:
+        read_weights(path, model)
     return model, config
 
 
@@ -127,6 +104,73 @@ def installed_classes(config: Json) -> tuple[type, type]:
     from kimi_k3 import Model, ModelArgs
 
     return Model, ModelArgs
+
+
+def parameters(model: Any) -> list[tuple[str, Any]]:
+    """Paths and arrays, in the order of layers."""
+    from mlx.utils import tree_flatten
+
+    flat: list[tuple[str, Any]] = tree_flatten(model.parameters())
+    return flat
+
+
+def read_weights(
+    path: Path, model: Any, progress: Progress = silent, piece_bytes: int = PIECE_BYTES
+) -> None:
+    """Read every weight that is not in memory yet; raise CheckpointError when a shard fails."""
+    import mlx.core as mx
+
+    named = parameters(model)
+    done, total = 0, sum(array.nbytes for _, array in named)
+    n_layers = len(model.model.layers)
+    for name, arrays in pieces(named, piece_bytes):
+        progress(done, total, what_is_read(name, n_layers))
+        try:
+            mx.eval(arrays)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{path}: the weights up to {name} can't be read: {summary(error)}.", MAKE_AGAIN
+            ) from error
+        # A stacked or shared weight leaves its parts behind, which MLX would keep for later.
+        mx.clear_cache()
+        done += sum(array.nbytes for array in arrays)
+    progress(done, total, "weights")
+
+
+def pieces(named: list[tuple[str, Any]], n_bytes: int) -> Iterator[tuple[str, list[Any]]]:
+    """Lists of arrays of at most so many bytes, or of one larger array, and the last one's path."""
+    piece: list[Any] = []
+    held, last = 0, ""
+    for name, array in named:
+        if piece and held + array.nbytes > n_bytes:
+            yield last, piece
+            piece, held = [], 0
+        piece.append(array)
+        held, last = held + array.nbytes, name
+    if piece:
+        yield last, piece
+
+
+def what_is_read(name: str, n_layers: int) -> str:
+    """`layer 37/93` of a path in it."""
+    _, found, rest = name.partition(".layers.")
+    return f"layer {int(rest.split('.')[0]) + 1}/{n_layers}" if found else "weights"
+
+
+def memory_here(model: Any, config: Json, context: int, group: Group | None, split: str) -> Running:
+    """Memory of this rank's share when it runs, by the rule of `convert.memory`."""
+    n_weights = sum(array.nbytes for _, array in parameters(model))
+    return running(dims_here(model, config, group, split), n_weights, context)
+
+
+def check_fits(path: Path, machine: Machine, memory: Running) -> None:
+    """Raise DoesNotFitError on a Mac that can't wire so much."""
+    if machine.is_mac and (advice := advise(machine, memory)).verdict == "no":
+        raise DoesNotFitError(
+            f"{path} takes {format_bytes(memory.n_bytes)} with {memory.context:,} tokens, but of "
+            f"{machine.ram_gib} GB at most {format_bytes(advice.most_mb << 20)} can be wired.",
+            "a smaller build (kimi-k3 fit), more Macs (docs/cluster.md), or --force to try.",
+        )
 
 
 def load_tokenizer(path: Path, eos_token_ids: Any) -> Any:
@@ -140,9 +184,3 @@ def load_tokenizer(path: Path, eos_token_ids: Any) -> Any:
         raise CheckpointError(
             f"{path / TOKENIZER} or tokenizer_config.json is no tokenizer: {summary(error)}."
         ) from error
-
-
-def summary(error: Exception) -> str:
-    """The beginning of another library's message, which may list thousands of tensors."""
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    return " ".join(lines[:2]).rstrip(" ,.:")

@@ -1,7 +1,8 @@
-"""`kimi-k3 demo`: four verbs in a row, each shown; stops where something fails."""
+"""`kimi-k3 demo`: verbs in a row, each shown; stops where something fails."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,17 +41,23 @@ def test_a_failing_step_ends_it(kimi: Run, tiny_source: Path, tmp_path: Path) ->
     assert (tmp_path / "build" / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_bundled_model_writes_text(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_bundled_model_writes_text_whole_and_pruned(tmp_path: Path) -> None:
     """What it has learnt is for the model's own tests; here it has to come out as text."""
     result = program("demo", "--out", tmp_path)
     assert result.code == 0, result.err
     assert "agrees with" in result.out
-    text = result.out.split("as the manifest says")[1].partition("\n")[2]
+    assert "it writes what looks like Python, not what runs.\n$ kimi-k3 generate" in result.err
+    whole, pruned = result.out.split("as the manifest says")[1:]
+    text = whole.partition("\n")[2].partition("plan     ")[0]
     assert len(text.split()) > 10
     assert "reserved_token" not in text
     assert "def " in text
     assert "self." in text
-    assert "it writes what looks like Python, not what runs.\n$ kimi-k3 generate" in result.err
+    assert "reap = Σc/n" in whole
+    assert len(pruned.split()) > 10
+    config = json.loads((tmp_path / "pruned" / "config.json").read_text())
+    assert config["text_config"]["num_experts"] == 32
 
 
 def test_a_package_without_the_model_says_so(kimi: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.cli.conftest import Run, program
 
+TINY_K3 = Path(__file__).parents[2] / "kimi_k3_mlx" / "assets" / "tiny-k3"
+
 
 def test_text_on_stdout_statistics_on_stderr(kimi: Run, tiny_build: Path) -> None:
     result = kimi("generate", "--model", tiny_build, "-p", "def f(", "-m", 8)
@@ -137,3 +139,31 @@ def test_a_cpu_needs_no_compiler_and_no_environment(
     assert result.code == 0, result.err
     assert result.out == kimi(*args).out
     assert not (tmp_path / "mlx").exists()
+
+
+def test_what_drafts_saved_is_told(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "def f(", "-m", 12)
+    assert ", 0 from drafts, " in kimi(*args, "--no-lookup").err
+    told = json.loads(kimi(*args, "--draft-model", tiny_build, "--json").out)
+    assert told["tokens_from_drafts"] >= 6
+
+
+REFUSED = {
+    "two ways of drafting": (["--draft-model", "BUILD", "--lookup"], "both draft"),
+    "another tokenizer": (["--draft-model", "OTHER"], "tokenizer is another one: it has "),
+    "groups that don't divide": (["--kv-bits", "8"], "can't be quantized in groups of 64"),
+    "three bits": (["--kv-bits", "3"], "argument --kv-bits: invalid choice"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_is_refused_before_the_prompt(
+    case: str, kimi: Run, tiny_build: Path
+) -> None:
+    options, fact = REFUSED[case]
+    places = {"BUILD": str(tiny_build), "OTHER": str(TINY_K3)}
+    args = [places.get(option, option) for option in options]
+    result = kimi("generate", "--model", tiny_build, "-p", "x", "-m", 2, *args)
+    assert result.code == 2
+    assert fact in result.err
+    assert result.out == ""

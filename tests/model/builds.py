@@ -24,8 +24,9 @@ def read_config(folder: Path) -> dict:
 
 
 def add_code(folder: Path) -> None:
-    """Our model file and package, and `model_file` in the config."""
-    shutil.copy(ROOT / "kimi_k3.py", folder)
+    """Our model files and package, and `model_file` in the config."""
+    for file in ("kimi_k3.py", "kimi_k3_vision.py"):
+        shutil.copy(ROOT / file, folder)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "kimi_k3_vl", folder / "kimi_k3_vl", ignore=ignore)
     config = read_config(folder) | {"model_file": "kimi_k3.py"}

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import kimi_k3
 
 FOLDER = Path(__file__).parents[1] / "golden"
-TEXT = ["text_a", "text_c", "text_calm", "text_eps", "variant_nonk3"]
+TEXT = ["mm_a", "text_c", "text_calm", "text_eps", "variant_nonk3"]
 # max|a-b| / max|b| of float32 logits against the float64 reference.
 TOLERANCE = 3e-5
 

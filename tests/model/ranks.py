@@ -1,6 +1,6 @@
 """Run by mlx.launch on two ranks: golden models, split both ways, against one process.
 
-mlx.launch -n 2 --backend ring -- python -m tests.model.ranks text_a text_eps
+mlx.launch -n 2 --backend ring -- python -m tests.model.ranks mm_a text_eps
 """
 
 import itertools

@@ -30,15 +30,15 @@ LOW = [
 
 
 def text_args(counts: list[int], low: list[int] | None, **changes) -> kimi_k3.TextArgs:
-    """text_a's sizes, with these experts."""
-    args = kimi_k3.TextArgs.from_dict(read_golden("text_a").config["text_config"])
+    """mm_a's sizes, with these experts."""
+    args = kimi_k3.TextArgs.from_dict(read_golden("mm_a").config["text_config"])
     return replace(args, expert_counts=counts, low_expert_counts=low, **changes)
 
 
 def random_moe(n_first: int, n_low: int, top_k: int, seed: int = 0) -> nn.Module:
     """An MoE layer whose router favours nobody."""
     total = n_first + n_low
-    args = text_args([total] * 4, [n_low] * 4, num_experts_per_token=top_k)
+    args = text_args([total] * 3, [n_low] * 3, num_experts_per_token=top_k)
     moe, rng = kimi_k3.SparseMoE(args, 1), np.random.default_rng(seed)
 
     def random(old: mx.array) -> mx.array:
@@ -156,7 +156,7 @@ def test_nothing_is_evaluated_on_the_way(mlx_compile):
         mx.compile(reading)(x)
 
 
-NAMES = ["text_a", "text_eps", "variant_nonk3"]
+NAMES = ["mm_a", "text_eps", "variant_nonk3"]
 
 
 @pytest.mark.parametrize("part", [0.25, 0.9])
@@ -171,9 +171,9 @@ def test_a_split_model_has_the_logits_of_the_whole_one(name, part):
 
 
 def test_taps_number_experts_through_both_banks():
-    ids, seen = read_golden("text_a").vectors["input_ids"], [{}, {}]
+    ids, seen = read_golden("mm_a").vectors["input_ids"], [{}, {}]
     for model, dump in zip(
-        (float32_model("text_a"), graded.split_model("text_a", 0.5)), seen, strict=True
+        (float32_model("mm_a"), graded.split_model("mm_a", 0.5)), seen, strict=True
     ):
         model(ids, tap=lambda layer, name, x, dump=dump: dump.__setitem__((layer, name), x))
     assert seen[1].keys() == seen[0].keys()
@@ -183,7 +183,7 @@ def test_taps_number_experts_through_both_banks():
 
 
 def test_left_padded_batch_of_a_split_model():
-    golden, model = read_golden("text_a"), graded.split_model("text_a", 0.5)
+    golden, model = read_golden("mm_a"), graded.split_model("mm_a", 0.5)
     mask = golden.vectors["batch_attention_mask"]
     padding = (mask.shape[1] - mask.sum(1)).tolist()
     cache = [
@@ -195,10 +195,10 @@ def test_left_padded_batch_of_a_split_model():
 
 
 def write_build(path: Path, low: dict | None) -> nn.Module:
-    """A graded text_a with another split in each layer, and the model it should load as."""
-    golden = read_golden("text_a")
+    """A graded mm_a with another split in each layer, and the model it should load as."""
+    golden = read_golden("mm_a")
     whole = build(golden.config, golden.weights)
-    low_counts = [0, 3, 0, 15]
+    low_counts = [0, 0, 15]
     weights = graded.split_stacks(dict(tree_flatten(whole.parameters())), low_counts)
     overrides = {}
     if low is not None:
@@ -207,7 +207,7 @@ def write_build(path: Path, low: dict | None) -> nn.Module:
         overrides = dict.fromkeys(sorted(paths), low)
     text = {k: v for k, v in golden.config["text_config"].items() if "quant" not in k}
     config = golden.config | {"text_config": text, "quantization": FIRST | overrides}
-    config = graded.with_counts(config, [16] * 4, low_counts) | {"model_file": "kimi_k3.py"}
+    config = graded.with_counts(config, [16] * 3, low_counts) | {"model_file": "kimi_k3.py"}
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     (path / "config.json").write_text(json.dumps(config))
     return graded.load(config, weights, overrides)
@@ -219,10 +219,10 @@ def test_mlx_lm_loads_a_build_with_two_banks(low, tmp_path):
     shutil.copy(kimi_k3.__file__, tmp_path)
     loaded, _ = load_model(tmp_path, trust_remote_code=True)
     assert type(loaded).__module__ == "custom_model"
-    bank = loaded.layers[3].mlp.switch_mlp_low.gate_proj
+    bank = loaded.layers[2].mlp.switch_mlp_low.gate_proj
     assert (bank.bits, bank.mode) == ((low or FIRST)["bits"], (low or FIRST)["mode"])
-    assert "switch_mlp_low" not in loaded.layers[2].mlp
-    ids = read_golden("text_a").vectors["input_ids"]
+    assert "switch_mlp_low" not in loaded.layers[1].mlp
+    ids = read_golden("mm_a").vectors["input_ids"]
     assert mx.array_equal(loaded(ids), model(ids))
 
 
@@ -245,7 +245,7 @@ def test_shards_of_both_banks_add_up(low, n_tokens):
 
 
 def test_sanitize_leaves_two_banks_alone():
-    model = graded.split_model("text_a", 0.5)
+    model = graded.split_model("mm_a", 0.5)
     weights = dict(tree_flatten(model.parameters()))
     assert any("switch_mlp_low" in name for name in weights)
     again = model.sanitize(weights)
@@ -255,7 +255,7 @@ def test_sanitize_leaves_two_banks_alone():
 
 def test_mlx_lms_quantizer_takes_both_banks():
     moe = random_moe(7, 5, top_k=4)
-    predicate = float32_model("text_a").quant_predicate
+    predicate = float32_model("mm_a").quant_predicate
     nn.quantize(
         moe, 32, 4, class_predicate=lambda p, m: hasattr(m, "to_quantized") and predicate(p, m)
     )
@@ -267,21 +267,21 @@ def test_mlx_lms_quantizer_takes_both_banks():
 @pytest.mark.parametrize(
     ("low", "words"),
     [
-        ([0, 4, 4], "low_expert_counts has 3 entries for 4 layers"),
-        ([], "low_expert_counts has 0 entries for 4 layers"),
-        ([0, 4, 16, 4], "low_expert_counts is 16 in layer 2, not 0 to 15"),
-        ([0, 4, 4, -1], "low_expert_counts is -1 in layer 3, not 0 to 15"),
+        ([0, 4], "low_expert_counts has 2 entries for 3 layers"),
+        ([], "low_expert_counts has 0 entries for 3 layers"),
+        ([0, 16, 4], "low_expert_counts is 16 in layer 1, not 0 to 15"),
+        ([0, 4, -1], "low_expert_counts is -1 in layer 2, not 0 to 15"),
     ],
 )
 def test_impossible_splits_are_refused(low, words):
     with pytest.raises(ValueError, match=words):
-        text_args([16] * 4, low)
+        text_args([16] * 3, low)
 
 
 def test_low_counts_without_counts_are_refused():
     with pytest.raises(ValueError, match=r"low_expert_counts needs text_config\.expert_counts"):
-        text_args(None, [0, 4, 4, 4])
+        text_args(None, [0, 4, 4])
 
 
 def test_entries_of_dense_layers_do_not_count():
-    assert text_args([0, 16, 16, 16], [99, 4, 0, 4]).low_experts_in(1) == 4
+    assert text_args([0, 16, 16], [99, 4, 0]).low_experts_in(1) == 4

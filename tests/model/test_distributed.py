@@ -14,9 +14,9 @@ from tests.model.golden import TOLERANCE, float32_model, read_golden
 ROOT = Path(__file__).parents[2]
 
 
-# text_a splits at a residual block, text_eps inside one, and variant_nonk3 has none.
+# text_calm splits at a residual block, text_eps inside one, and variant_nonk3 has none.
 # "/banks": half of every layer's experts lie in the low bank; "/quantized": the trunk has 6 bits.
-NAMES = ["text_a", "text_eps", "variant_nonk3", "text_a/banks", "text_a/quantized"]
+NAMES = ["text_calm", "text_eps", "variant_nonk3", "mm_a/banks", "mm_a/quantized"]
 
 
 def n_layers(name: str) -> int:
@@ -66,7 +66,7 @@ class Rank:
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_pipeline_ranges_tile_93_layers(size):
-    config = dict(read_golden("text_a").config["text_config"])
+    config = dict(read_golden("mm_a").config["text_config"])
     kda = [n for n in range(1, 94) if n % 4 and n != 93]
     config |= {"num_hidden_layers": 93, "num_experts": 4}
     config["linear_attn_config"] = config["linear_attn_config"] | {"kda_layers": kda}
@@ -82,7 +82,7 @@ def test_pipeline_ranges_tile_93_layers(size):
 
 
 def test_one_rank_shards_nothing():
-    model = float32_model("text_a")
+    model = float32_model("mm_a")
     before = model.layers[0].self_attn.qkv_proj
     model.shard(Rank(0, 1))
     assert model.layers[0].self_attn.qkv_proj is before

@@ -84,12 +84,6 @@ def test_any_cut_of_the_sequence_gives_the_same(T, decay, seed, cut):
     return check([*arrays, state], (mx.concatenate([head, tail], 1), last))
 
 
-def test_no_state_is_a_zero_state():
-    *arrays, state = inputs(20, "typical")
-    y, last = kimi_k3.kda_chunks(*arrays, None)
-    check([*arrays, mx.zeros_like(state)], (y, last))
-
-
 def test_a_masked_token_changes_nothing():
     """Padding: beta 0 and log decay 0 leave the state to the bit."""
     *arrays, state = inputs(33, "typical")

@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
 from kimi_k3_mlx.convert.run import run
+from kimi_k3_mlx.runtime.vision import embed, load_vision
 from tests.convert.conftest import planned
 from tests.model import builds
 from tests.model.golden import error
@@ -25,6 +26,7 @@ vlm = importlib.import_module("mlx_vlm.utils")
 COUNTS = [0, 8, 7, 6, 4]
 LOW = [0, 0, 2, 5, 1]
 TWO_BITS = {"group_size": 32, "bits": 2, "mode": "affine"}
+NORMS = ("norm0", "norm1")
 TEXT = mx.array([[1, 7, 300, 42, 11, 200, 5, 9, 31, 64, 2, 100]])
 
 
@@ -62,6 +64,10 @@ def picture(seed: int = 0) -> tuple[mx.array, mx.array]:
     return mx.array(pixels), mx.array([[1, 4, 6]])
 
 
+def text_logits(model: nn.Module) -> mx.array:
+    return model.language_model(TEXT).logits
+
+
 def image_logits(model: nn.Module, seed: int = 0) -> mx.array:
     """A text with the picture in its middle."""
     pad = model.config.media_placeholder_token_id
@@ -69,6 +75,15 @@ def image_logits(model: nn.Module, seed: int = 0) -> mx.array:
     pixels, grid = picture(seed)
     embeddings = model.get_input_embeddings(ids, pixels, grid_thws=grid).inputs_embeds
     return model.language_model(ids, inputs_embeds=embeddings).logits
+
+
+def with_torchs_eps(stock: nn.Module) -> nn.Module:
+    """mlx-vlm 0.7.10 gives the norms of its tower 2^-7, which only old torch had, in bfloat16."""
+    tower = stock.vision_tower.encoder
+    for norm in [tower.final_layernorm, *(b[name] for b in tower.blocks for name in NORMS)]:
+        assert norm.eps == 2**-7
+        norm.eps = 2**-23
+    return stock
 
 
 def is_ours(model: nn.Module) -> bool:
@@ -80,8 +95,14 @@ def test_our_code_gives_stocks_logits(uniform, load):
     stock = load(uniform)
     assert is_ours(ours)
     assert not is_ours(stock)
-    for compute in (lambda model: model.language_model(TEXT).logits, image_logits):
-        assert error(compute(ours), compute(stock)) < 3e-5
+    assert error(text_logits(ours), text_logits(stock)) < 3e-5
+
+
+def test_the_eps_is_all_that_differs_from_stocks_tower(uniform, load):
+    stock = vlm.load_model(uniform)
+    ours = image_logits(load(builds.with_code(uniform, uniform.parent / "eps")))
+    assert error(image_logits(stock), ours) > 0.1
+    assert error(image_logits(with_torchs_eps(stock)), ours) < 3e-5
 
 
 def test_a_graded_build_sees_in_mlx_vlm(graded, load):
@@ -102,8 +123,10 @@ def test_both_loaders_give_the_same_text_model(graded, load):
 
 
 def test_banks_of_equal_bits_give_the_uniform_builds_logits(uniform, load):
-    split = builds.graded(uniform, uniform.parent / "split", [0, 8, 8, 8, 8], LOW, None)
-    assert error(image_logits(load(split)), image_logits(load(uniform))) < 3e-5
+    split = load(builds.graded(uniform, uniform.parent / "split", [0, 8, 8, 8, 8], LOW, None))
+    assert error(text_logits(split), text_logits(load(uniform))) < 3e-5
+    whole = load(builds.with_code(uniform, uniform.parent / "whole"))
+    assert error(image_logits(split), image_logits(whole)) < 3e-5
 
 
 @pytest.fixture
@@ -130,6 +153,37 @@ def test_mlx_vlm_generates(answer):
     text, seen = answer(0, 6), answer(1, 6)
     assert text.generation_tokens == seen.generation_tokens == 6
     assert seen.prompt_tokens > text.prompt_tokens + 5
+
+
+def test_one_placeholder_for_a_picture_becomes_many(graded, load):
+    model, (pixels, grid) = load(graded), picture()
+    pad = model.config.media_placeholder_token_id
+    one = mx.concatenate([TEXT[:, :5], mx.array([[pad]]), TEXT[:, 5:]], 1)
+    many = mx.concatenate([TEXT[:, :5], mx.full((1, 6), pad), TEXT[:, 5:]], 1)
+    kept = model.encode_images(pixels, grid_thws=grid)
+    found = [
+        model.get_input_embeddings(one, pixels, grid_thws=grid),
+        model.get_input_embeddings(many, pixels, grid_thws=grid),
+        model.get_input_embeddings(many, pixels, cached_image_features=kept),
+    ]
+    for embedded in found[1:]:
+        assert mx.array_equal(embedded.inputs_embeds, found[0].inputs_embeds)
+    logits = model(many, pixels, grid_thws=grid).logits
+    assert mx.array_equal(logits, image_logits(model))
+
+
+def test_mlx_vlm_and_kimi_k3_see_alike(uniform, graded, load):
+    """A palette that shrinks is where mlx-vlm's own preprocessing differs."""
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (28, 7200, 3), dtype=np.uint8)
+    palette = image.fromarray(pixels).convert("P")
+    model, eyes = load(graded), load_vision(uniform)
+    inputs = vlm.load_processor(graded)(images=[palette], text="<|media_pad|>")
+    embedded = model.get_input_embeddings(**inputs).inputs_embeds
+    want = embed(model.language_model, eyes, [eyes.placeholder], [palette]).embeddings
+    assert mx.array_equal(embedded[0], want)
+    stock = importlib.import_module("mlx_vlm.models.kimi_k3").ImageProcessor()
+    assert error(stock([palette])["pixel_values"], inputs["pixel_values"]) > 0.1
 
 
 def test_a_build_without_vision_runs(tmp_path):

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kimi_k3_mlx.errors import CheckpointError, UsageError
-from kimi_k3_mlx.runtime.load import FINISH, MAKE_AGAIN, check_build, load
+from kimi_k3_mlx.errors import CheckpointError, DoesNotFitError, UsageError
+from kimi_k3_mlx.runtime.build import FINISH, MAKE_AGAIN, check_build
+from kimi_k3_mlx.runtime.load import (
+    installed_classes,
+    load,
+    load_weights,
+    parameters,
+    pieces,
+    read_weights,
+)
+from tests.runtime.fake_mac import FakeMac
 from tests.tiny_k3 import write_json
 
 
@@ -201,3 +215,116 @@ def test_no_tokenizer_is_found_before_the_weights_are_read(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         load(copy)
+
+
+PIECES = [1, 1 << 14, 1 << 40]
+
+
+def stock(path: Path) -> dict[str, Any]:
+    """Parameters as mlx-lm loads them, all in one evaluation."""
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(path, get_model_classes=installed_classes)
+    return dict(parameters(model))
+
+
+@pytest.mark.parametrize("piece_bytes", PIECES)
+def test_pieces_are_what_mlx_lm_loads_at_once(piece_bytes: int, tiny_source: Path) -> None:
+    import mlx.core as mx
+
+    model, _ = load_weights(tiny_source, lazy=True)
+    read_weights(tiny_source, model, piece_bytes=piece_bytes)
+    want, got = stock(tiny_source), dict(parameters(model))
+    assert list(got) == list(want)
+    for name, array in got.items():
+        assert array.dtype == want[name].dtype
+        assert mx.array_equal(array, want[name], equal_nan=True).item(), name
+
+
+@pytest.mark.parametrize("piece_bytes", PIECES)
+def test_no_evaluation_is_of_more_than_a_piece(
+    piece_bytes: int, tiny_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlx.core as mx
+
+    model, _ = load_weights(tiny_source, lazy=True)
+    calls: list[list[int]] = []
+    monkeypatch.setattr(mx, "eval", lambda arrays: calls.append([x.nbytes for x in arrays]))
+    read_weights(tiny_source, model, piece_bytes=piece_bytes)
+    assert all(sum(call) <= piece_bytes or len(call) == 1 for call in calls)
+    assert sum(map(sum, calls)) == sum(array.nbytes for _, array in parameters(model))
+
+
+@given(st.lists(st.integers(0, 100)), st.integers(1, 200))
+def test_pieces_keep_order_and_are_as_few_as_their_order_allows(
+    sizes: list[int], n_bytes: int
+) -> None:
+    arrays = [SimpleNamespace(nbytes=size) for size in sizes]
+    cut = list(pieces([(f"w{i}", array) for i, array in enumerate(arrays)], n_bytes))
+    assert [array for _, piece in cut for array in piece] == arrays
+    for (_, piece), (_, following) in pairwise(cut):
+        assert sum(x.nbytes for x in [*piece, following[0]]) > n_bytes
+    ends = accumulate(len(piece) for _, piece in cut)
+    assert [name for name, _ in cut] == [f"w{end - 1}" for end in ends]
+
+
+def test_progress_counts_every_byte(tiny_source: Path) -> None:
+    model, _ = load_weights(tiny_source, lazy=True)
+    calls: list[tuple[int, int, str]] = []
+    read_weights(tiny_source, model, lambda *call: calls.append(call), piece_bytes=1 << 14)
+    total = sum(array.nbytes for _, array in parameters(model))
+    assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
+    assert calls[0][0] == 0
+    assert calls[-1] == (total, total, "weights")
+    assert {what for _, _, what in calls} == {"weights", *(f"layer {n}/5" for n in range(1, 6))}
+
+
+def test_a_weight_is_in_memory_once(tiny_source: Path) -> None:
+    import mlx.core as mx
+
+    model, _ = load_weights(tiny_source, lazy=True)
+    sizes = [array.nbytes for _, array in parameters(model)]
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    read_weights(tiny_source, model, piece_bytes=1)
+    assert mx.get_peak_memory() - before <= sum(sizes) + 2 * max(sizes) < 1.5 * sum(sizes)
+
+
+def test_lazy_reads_nothing(tiny_source: Path) -> None:
+    import mlx.core as mx
+
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    load(tiny_source, lazy=True, progress=never)
+    assert mx.get_peak_memory() - before < 10_000
+
+
+def never(done: int, total: int, what: str) -> None:
+    raise AssertionError("a weight was read")
+
+
+def test_a_bad_tokenizer_is_found_before_the_weights_are_read(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is no tokenizer"):
+        load(copy, progress=never)
+
+
+def test_a_shard_that_fails_while_it_is_read_is_one_sentence(copy: Path) -> None:
+    model, _ = load_weights(copy, lazy=True)
+    truncate(copy / "model-00003-of-000008.safetensors")
+    with pytest.raises(CheckpointError, match=r"the weights up to .* can't be read: \[read\]"):
+        read_weights(copy, model)
+
+
+def test_a_mac_that_is_too_small_is_refused_before_the_weights_are_read(tiny_source: Path) -> None:
+    fact = (
+        r"source takes 322 GB with 1,000,000,000 tokens, but of 64 GB at most 51\.5 GB can be wired"
+    )
+    with pytest.raises(DoesNotFitError, match=fact):
+        load(tiny_source, progress=never, context=10**9, probes=FakeMac(ram_gib=64))
+    load(tiny_source, lazy=True, context=10**9, probes=FakeMac(ram_gib=64), force=True)
+    load(tiny_source, lazy=True, context=10**8, probes=FakeMac(ram_gib=64))
+
+
+def test_other_systems_are_not_judged(tiny_source: Path) -> None:
+    load(tiny_source, lazy=True, context=10**15)
