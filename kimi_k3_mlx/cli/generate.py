@@ -1,7 +1,8 @@
 """Continue a prompt with a build, through mlx-lm's own generation.
 
 The text goes to stdout as it is decoded, the numbers to stderr. The prompt is continued as it
-stands: no chat format is put around it. Code that lies in the build is never executed.
+stands, pictures before it: no chat format is put around it. Code that lies in the build is never
+executed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from kimi_k3_mlx.cli._options import (
     positive,
     seed,
 )
-from kimi_k3_mlx.cli._output import say, write, write_json
+from kimi_k3_mlx.cli._output import progress, say, write, write_json
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.units import format_bytes
 
 if TYPE_CHECKING:
+    from mlx.core.distributed import Group
+
     from kimi_k3_mlx.runtime.generate import Completion, Decoding
     from kimi_k3_mlx.runtime.load import Loaded
+    from kimi_k3_mlx.runtime.vision import Prompt
 
 USAGE = "--model DIR -p TEXT [options]"
 EXAMPLES = (
@@ -35,6 +39,8 @@ EXAMPLES = (
     "kimi-k3 generate --model ./Kimi-K3-mlx -p - -m 400 --temp 0.7 --top-p 0.95 < prompt.txt",
     "kimi-k3 generate --model ./Kimi-K3-mlx -p 'Once upon a time' --seed 1 --temp 1 --json",
     "kimi-k3 generate --model ./Kimi-K3-mlx -p - -m 9000 --kv-bits 8 < file-to-rewrite.txt",
+    "kimi-k3 generate --model ./Kimi-K3-mlx --image a.png --image b.jpg -p 'The pictures show'",
+    "mlx.launch --hostfile macs.json kimi-k3 generate --model ./Kimi-K3-mlx -p 'def quicksort('",
 )
 
 
@@ -47,9 +53,26 @@ def add_options(parser: Parser) -> None:
     model.add_argument(
         "-p", "--prompt", metavar="TEXT", required=True, help="text to continue; - reads stdin"
     )
+    model.add_argument(
+        "--image", metavar="FILE", action="append", help="picture, before the text; repeatable"
+    )
     sampling_options(parser, max_tokens=100)
     decoding_options(parser)
+    machine_options(parser)
     common_options(parser)
+
+
+def machine_options(parser: Parser) -> None:
+    """Declare how to use the machine, or several."""
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--no-wire", action="store_true", help="let macOS page weights out")
+    machine.add_argument(
+        "--force", action="store_true", help="load a build that is too large for this Mac"
+    )
+    machine.add_argument(
+        "--pipeline", action="store_true",
+        help="under mlx.launch: whole layers to each Mac, not a part of each layer",
+    )  # fmt: skip
 
 
 def sampling_options(parser: Parser, *, max_tokens: int) -> None:
@@ -128,15 +151,25 @@ def cache_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load, generate, report."""
+    """Load, generate, report; of several ranks, the first one does."""
     prompt = read_prompt(args.prompt)
     # transformers warns that it does not know K3; only its tokenizer is used.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from kimi_k3_mlx.runtime.cluster import group_of, shared_seed
     from kimi_k3_mlx.runtime.generate import Sampling, generate
+    from kimi_k3_mlx.runtime.wiring import wiring
 
-    sampling = Sampling(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p, args.seed)
-    build, decoding = prepare(args)
-    completion = generate(build, prompt, sampling, discard if args.json else stream, decoding)
+    group = group_of(args.pipeline)
+    shown = group is None or group.rank() == 0
+    seed_here = shared_seed(group, args.seed)
+    sampling = Sampling(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p, seed_here)
+    decoding = decoding_of(args)
+    build, pictures = loaded(args, prompt, group)
+    on_text = discard if args.json or not shown else stream
+    with wiring(not args.no_wire):
+        completion = generate(build, pictures or prompt, sampling, on_text, decoding)
+    if not shown:
+        return
     if args.json:
         write_json({"version": 1} | vars(completion))
         return
@@ -145,12 +178,38 @@ def run(args: argparse.Namespace) -> None:
         say(statistics(completion))
 
 
-def prepare(args: argparse.Namespace) -> tuple[Loaded, Decoding]:
-    """Load the build, and the draft model before it: a wrong one is found sooner."""
+def loaded(
+    args: argparse.Namespace, prompt: str, group: Group | None
+) -> tuple[Loaded, Prompt | None]:
+    """The build, and the prompt if it has pictures: what is wrong with them is said first."""
+    from kimi_k3_mlx.runtime.cluster import PIPELINE, TENSOR
+    from kimi_k3_mlx.runtime.generate import picture_prompt
+    from kimi_k3_mlx.runtime.images import open_image
+    from kimi_k3_mlx.runtime.load import load
+    from kimi_k3_mlx.runtime.vision import load_vision
+
+    images = [open_image(name) for name in args.image or ()]
+    if images and (args.draft_model or group):
+        raise UsageError("pictures go with neither a draft model nor several Macs.")
+    eyes = load_vision(args.model) if images else None
+    quiet = args.quiet or args.json or (group is not None and group.rank() > 0)
+    with progress(quiet) as shown:
+        build = load(
+            args.model,
+            progress=shown,
+            force=args.force,
+            group=group,
+            split=PIPELINE if args.pipeline else TENSOR,
+        )
+    return build, picture_prompt(build, eyes, images, prompt) if eyes else None
+
+
+def decoding_of(args: argparse.Namespace) -> Decoding:
+    """How to compute; a draft model is loaded before the build: a wrong one is found sooner."""
     from kimi_k3_mlx.runtime.build import check_build
     from kimi_k3_mlx.runtime.draft import load_draft
     from kimi_k3_mlx.runtime.generate import Decoding
-    from kimi_k3_mlx.runtime.load import load, load_tokenizer
+    from kimi_k3_mlx.runtime.load import load_tokenizer
 
     if args.draft_model and args.lookup:
         raise UsageError("a draft model and prompt lookup both draft.", "leave out --lookup.")
@@ -158,7 +217,7 @@ def prepare(args: argparse.Namespace) -> tuple[Loaded, Decoding]:
     if args.draft_model:
         check_build(args.model)
         draft = load_draft(args.draft_model, load_tokenizer(args.model, None))
-    decoding = Decoding(
+    return Decoding(
         args.lookup,
         draft,
         args.num_draft_tokens,
@@ -167,7 +226,6 @@ def prepare(args: argparse.Namespace) -> tuple[Loaded, Decoding]:
         args.quantized_kv_start,
         args.prefill_step_size,
     )
-    return load(args.model), decoding
 
 
 def read_prompt(option: str) -> str:

@@ -13,10 +13,17 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kimi_k3_mlx.chat import Picture, PieceEncoder
+from kimi_k3_mlx.chat.render import picture
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.runtime.load import Loaded
+from kimi_k3_mlx.runtime.vision import Eyes, Prompt, embed
+from kimi_k3_mlx.runtime.wiring import weights_are_wired
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 DRAFT_TOKENS = 3
 """Tokens that a draft model drafts at a time: mlx-lm's default."""
@@ -75,12 +82,12 @@ class Completion:
 
 def generate(
     build: Loaded,
-    prompt: str,
+    prompt: str | Prompt,
     sampling: Sampling,
     on_text: Callable[[str], object] = str,
     decoding: Decoding = Decoding(),
 ) -> Completion:
-    """Continue `prompt`; `on_text` receives each piece of text as soon as it is decoded."""
+    """Continue a text, or a `picture_prompt`; `on_text` receives each piece once it is decoded."""
     began = time.perf_counter()
     pieces: list[str] = []
     model, options = prepare(build, sampling, decoding)
@@ -102,6 +109,14 @@ def generate(
         prompt_tokens_per_second=response.prompt_tps if wired else None,
         generation_tokens_per_second=response.generation_tps if wired else None,
     )
+
+
+def picture_prompt(build: Loaded, eyes: Eyes, images: Sequence[Image], text: str) -> Prompt:
+    """K3's own markup of each picture, and after them a text as it stands."""
+    pieces = [piece for image in images for piece in picture(Picture(*image.size), "user")]
+    ids = PieceEncoder(build.tokenizer).encode_pieces(pieces)
+    ids += build.tokenizer.encode(text, add_special_tokens=False)
+    return embed(build.model, eyes, ids, images)
 
 
 def prepare(build: Loaded, sampling: Sampling, decoding: Decoding) -> tuple[Any, dict[str, Any]]:
@@ -135,17 +150,22 @@ def prepare(build: Loaded, sampling: Sampling, decoding: Decoding) -> tuple[Any,
 
 
 def responses(
-    build: Loaded, prompt: str | Sequence[int], sampling: Sampling, options: dict[str, Any]
+    build: Loaded,
+    prompt: str | Prompt | Sequence[int],
+    sampling: Sampling,
+    options: dict[str, Any],
 ) -> Generator[Any, None, None]:
-    """mlx-lm's stream of responses to text or token ids; there is always at least one."""
+    """mlx-lm's stream of responses to text, pictures or token ids; there is at least one."""
     import mlx.core as mx
     from mlx_lm.generate import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
-    tokens = prompt
+    tokens: Any = prompt
     if isinstance(prompt, str):
         tokens = build.tokenizer.encode(prompt, add_special_tokens=False)
-    if not tokens:
+    elif isinstance(prompt, Prompt):
+        tokens, options = prompt.ids, options | {"input_embeddings": prompt.embeddings}
+    if not len(tokens):
         raise UsageError("the prompt is empty.", "give some text: -p 'def main('")
     if sampling.seed is not None:
         mx.random.seed(sampling.seed)
@@ -187,14 +207,3 @@ def eager_on_cpu() -> Iterator[None]:
         yield
     finally:
         mx.enable_compile()
-
-
-def weights_are_wired(model: Any) -> bool:
-    """Whether mlx-lm's wired limit covers the whole model on this machine."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    if not mx.metal.is_available():
-        return False
-    n_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    return bool(n_bytes <= mx.device_info().get("max_recommended_working_set_size", 0))

@@ -167,3 +167,41 @@ def test_what_can_not_be_is_refused_before_the_prompt(
     assert result.code == 2
     assert fact in result.err
     assert result.out == ""
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two pictures of different sizes."""
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = [folder / "red.png", folder / "blue.png"]
+    for path, size in zip(paths, ((56, 42), (84, 28)), strict=True):
+        image.new("RGB", size, path.stem).save(path)
+    return paths
+
+
+def test_pictures_come_before_the_text(kimi: Run, tiny_build: Path, pictures: list[Path]) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "def f(", "-m", 6, "--json")
+    none, one, two, swapped = (
+        json.loads(kimi(*args, *(word for path in paths for word in ("--image", path))).out)
+        for paths in ([], pictures[:1], pictures, pictures[::-1])
+    )
+    assert none["prompt_tokens"] < one["prompt_tokens"] < two["prompt_tokens"]
+    assert two["prompt_tokens"] == swapped["prompt_tokens"]
+    assert two["text"] != swapped["text"]
+
+
+def test_pictures_that_cannot_be(
+    kimi: Run, tiny_build: Path, pictures: list[Path], tmp_path: Path
+) -> None:
+    no_picture = tmp_path / "a.png"
+    no_picture.write_bytes(b"GIF")
+    args = ("generate", "--model", tiny_build, "-p", "x", "--image")
+    result = kimi(*args, no_picture)
+    assert result.code != 0
+    assert f"{no_picture}" in result.err
+    result = kimi(*args, pictures[0], "--draft-model", tiny_build)
+    assert (result.code, result.out) == (2, "")
+    assert "pictures go with neither a draft model nor several Macs." in result.err
+    result = kimi(*args, "https://example.org/a.png")
+    assert result.code == 2
