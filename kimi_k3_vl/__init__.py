@@ -1,11 +1,21 @@
-"""Kimi-K3 for mlx-vlm: our text model behind mlx-vlm's own vision tower, projector and processor.
+"""Kimi-K3 with pictures: a model for mlx-vlm, over the root files `kimi_k3` and `kimi_k3_vision`.
 
-mlx-vlm reaches it through `kimi_k3.py`, in a build or installed. It imports mlx, mlx_vlm and the
-text model that lies beside it; it computes nothing that either of them computes already.
+mlx-vlm reaches it through `kimi_k3.py`, in a build or installed. `processing` (numpy and Pillow)
+and `prompt` (mlx) need no mlx-vlm: the classes that do are imported when they are asked for.
 """
 
-from .config import ModelConfig, TextConfig, VisionConfig
-from .language import LanguageModel
-from .model import Model
+import importlib
 
-__all__ = ["LanguageModel", "Model", "ModelConfig", "TextConfig", "VisionConfig"]
+MODULES = {
+    "ModelConfig": "config",
+    "TextConfig": "config",
+    "VisionConfig": "config",
+    "LanguageModel": "language",
+    "Model": "model",
+}
+
+
+def __getattr__(name: str):
+    if name in MODULES:
+        return getattr(importlib.import_module(f".{MODULES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,15 @@
-"""The configs that mlx-vlm reads from config.json: the text part is ours, with counts per layer."""
+"""The configs that mlx-vlm reads from config.json: text and vision are those of the root files."""
 
-from mlx_vlm.models.kimi_k3.config import ModelConfig, VisionConfig
+from dataclasses import dataclass
 
-from .text import kimi_k3
+from mlx_vlm.models.kimi_k3.config import ModelConfig as StockConfig
+
+from .beside import kimi_k3, kimi_k3_vision
 
 TextConfig = kimi_k3.TextArgs
+VisionConfig = kimi_k3_vision.VisionArgs
 
-__all__ = ["ModelConfig", "TextConfig", "VisionConfig"]
+
+@dataclass
+class ModelConfig(StockConfig):
+    pad_token_id: int | None = None

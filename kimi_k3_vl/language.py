@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_vlm.models.base import LanguageModelOutput
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
-from .text import kimi_k3
+from .beside import kimi_k3
 
 
 class LanguageModel(kimi_k3.LanguageModel):

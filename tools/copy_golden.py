@@ -2,17 +2,23 @@
 
 One `NAME.safetensors.xz` for each configuration: the weights under their source names, the
 vectors under `golden/`, config.json and meta.json in the metadata. Lossless for what is kept.
-Left out: the embedding rows of tokens that no vector uses (zeroed), inner vectors, bfloat16 runs
-but those of the tower (`golden/bf16/`), and the tower of text configurations. A vector that exists
-in float64 and float32 is kept once, as the float64 value rounded to float32.
+Left out: the embedding rows of tokens that no vector uses and seven rows in eight of the head, with
+the logits that they give (all zeroed); inner vectors, bfloat16 runs but those of the tower
+(`golden/bf16/`), and the tower of text configurations. A vector that exists in float64 and float32
+is kept once, as the float64 value rounded to float32.
 
-python tools/copy_golden.py ../shared/golden tests/golden mm_a text_c …
+`preproc.safetensors.xz`: the pictures of the preprocessing vectors as files, and their patches in
+the 256 steps that a float32 value came from; sizes and prompts in the metadata. Left out: a picture
+of 470 KB.
+
+python tools/copy_golden.py ../shared/golden tests/golden mm_a text_c … preproc
 """
 
 import json
 import lzma
 import struct
 import sys
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +34,13 @@ LEFT_OUT = (
     "latent_in.",
     "latent_mix.",
     "final_mix",
+    "logits_prefill_then_decode",
 )
 VISION_LEFT_OUT = (".patch_embed", ".block.0", ".block.1", ".final_layernorm")
 EMBEDDING = "language_model.model.embed_tokens.weight"
+HEAD = "language_model.lm_head.weight"
+HEAD_STEP = 8
+TOO_LARGE = "rgb_7400x21_downscaled"
 Tensors = dict[str, tuple[str, list[int], bytes]]
 
 
@@ -78,6 +88,18 @@ def weights(folder: Path, used: set[int]) -> Tensors:
     return tensors
 
 
+def thinned(tensors: Tensors) -> Tensors:
+    """Zeroes all but every HEAD_STEP-th token in the head and in all logits."""
+    for name, (dtype, shape, data) in tensors.items():
+        if name == HEAD or "logits" in name:
+            n_tokens = shape[0] if name == HEAD else shape[-1]
+            before = 1 if name == HEAD else prod(shape[:-1])
+            cells = np.frombuffer(data, np.uint8).reshape(before, n_tokens, -1).copy()
+            cells[:, np.arange(n_tokens) % HEAD_STEP > 0] = 0
+            tensors[name] = (dtype, shape, cells.tobytes())
+    return tensors
+
+
 def vectors(folder: Path) -> Tensors:
     """The reference vectors of the text model, and those with pictures if there are any."""
     tensors = {k: v for k, v in runs(folder, "text").items() if not k.startswith(LEFT_OUT)}
@@ -108,16 +130,33 @@ def token_ids(tensors: Tensors) -> set[int]:
     }
 
 
+def configuration(folder: Path) -> bytes:
+    """Weights, vectors and config of one configuration."""
+    golden = vectors(folder / "golden")
+    packed = weights(folder, token_ids(golden))
+    packed |= {f"golden/{k}": v for k, v in golden.items()}
+    metadata = {
+        "config": (folder / "config.json").read_text(),
+        "meta": (folder / "golden" / "meta.json").read_text(),
+    }
+    return pack(thinned(packed), metadata)
+
+
+def preprocessing(source: Path) -> bytes:
+    """Pictures and patches; a float32 value x is (step / 255 - 0.5) · 2, exactly invertible."""
+    tensors = read(source / "preproc.safetensors")
+    kept = {k: v for k, v in tensors.items() if not k.startswith(TOO_LARGE)}
+    for name, (dtype, shape, data) in kept.items():
+        if dtype == "F32":
+            steps = np.rint((np.frombuffer(data, "<f4") / 2 + 0.5) * 255).astype(np.uint8)
+            kept[name] = ("U8", shape, steps.tobytes())
+    return pack(kept, {"rules": (source / "preproc.json").read_text()})
+
+
 def main(source: Path, target: Path, names: list[str]) -> None:
     for name in names:
-        golden = vectors(source / name / "golden")
-        packed = weights(source / name, token_ids(golden))
-        packed |= {f"golden/{k}": v for k, v in golden.items()}
-        metadata = {
-            "config": (source / name / "config.json").read_text(),
-            "meta": (source / name / "golden" / "meta.json").read_text(),
-        }
-        data = lzma.compress(pack(packed, metadata), format=lzma.FORMAT_XZ, filters=FILTERS)
+        packed = preprocessing(source) if name == "preproc" else configuration(source / name)
+        data = lzma.compress(packed, format=lzma.FORMAT_XZ, filters=FILTERS)
         (target / f"{name}.safetensors.xz").write_bytes(data)
         print(f"{name}: {len(data):,} bytes")
 

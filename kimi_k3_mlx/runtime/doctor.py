@@ -21,13 +21,14 @@ from kimi_k3_mlx.runtime.build import check_extra_shards, explained
 from kimi_k3_mlx.runtime.chips import find_chip
 from kimi_k3_mlx.runtime.machine import Machine, limit_key, numbers, read_rate
 from kimi_k3_mlx.runtime.wired import advise, memory_of, most_mb, set_command
+from kimi_k3_mlx.runtime.wiring import WIRING_MACOS
 from kimi_k3_mlx.schema import Json
 from kimi_k3_mlx.tensors.local import open_source
 from kimi_k3_mlx.tensors.source import MANIFEST
 from kimi_k3_mlx.units import format_bytes, format_duration, format_rate
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
-MLX_MACOS, WIRING_MACOS = 14, 15
+MLX_MACOS = 14
 LEAST = {"mlx": (0, 32, 3), "mlx-lm": (0, 32, 2), "mlx-vlm": (0, 7, 10)}
 BELOW = {"mlx-vlm": (0, 8)}
 """The versions that pyproject.toml asks for; a test compares them."""

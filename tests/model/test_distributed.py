@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import kimi_k3
-from tests.model.golden import TOLERANCE, float32_model, read_golden
+from tests.model.golden import TOLERANCE, build, error, float32_model, read_golden, widen
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +80,25 @@ def test_pipeline_ranges_tile_93_layers(size):
         assert whole.layers[: whole.start_idx] == [None] * whole.start_idx
     assert len(seen) == 93
     assert all(a is b for a, b in zip(seen, layers, strict=True))
+
+
+@pytest.mark.parametrize("cut", range(1, n_layers("text_eps")))
+def test_the_open_blocks_and_the_prefix_travel(cut, monkeypatch):
+    """In one process, for every place of the border: what one rank sends, the other gets."""
+    golden, whole = read_golden("text_eps"), float32_model("text_eps")
+    weights = {k: widen(v) for k, v in golden.weights.items()}
+    first, last = (build(golden.config, weights) for _ in range(2))
+    ids = golden.vectors["input_ids"]
+    size = whole.args.text_config.attn_res_block_size
+    first.model.pipeline(Rank(1, 2), split=[len(whole.layers) - cut, cut])
+    last.model.pipeline(Rank(0, 2), split=[len(whole.layers) - cut, cut])
+    sent = []
+    monkeypatch.setattr(mx.distributed, "send", lambda x, rank: sent.append(x) or x)
+    monkeypatch.setattr(mx.distributed, "recv", lambda shape, *_: sent[-1].reshape(shape))
+    monkeypatch.setattr(mx.distributed, "all_gather", lambda x: x)
+    first(ids, first.make_cache())
+    assert len(sent[0]) == -(-cut // size) + 1
+    assert error(last(ids), whole(ids)) == 0
 
 
 def test_one_rank_shards_nothing():

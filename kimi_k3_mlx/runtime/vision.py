@@ -1,0 +1,141 @@
+"""Pictures for a loaded text model: the tower of the same build, and prompts with its features.
+
+Input: a build's folder, images, token ids with one placeholder per image. Output: embeddings and
+ids for mlx-lm's `generate_step(ids, model, input_embeddings=embeddings)`. The text model is not
+touched: pruned, graded and quantized builds see alike. Only the installed code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kimi_k3_mlx.errors import CheckpointError, UsageError
+from kimi_k3_mlx.runtime.build import MAKE_AGAIN, explained, summary
+from kimi_k3_mlx.runtime.images import require_pillow
+from kimi_k3_mlx.tensors.local import LocalSource, open_source, read_json
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from PIL.Image import Image
+
+    from kimi_k3_vision import Vision
+    from kimi_k3_vl.processing import ImageRules
+
+RULES = "preprocessor_config.json"
+
+
+class Prompt(NamedTuple):
+    """A prompt with its pictures."""
+
+    ids: mx.array
+    """[T] int32; a picture is as many placeholders as it has rows."""
+    embeddings: mx.array
+    """[T, hidden], in the dtype of the text model's embedding."""
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """What a build needs to see: tower and projector, rules for pictures, two token ids."""
+
+    vision: Vision
+    rules: ImageRules
+    placeholder: int
+    pad: int | None
+
+    def features(self, images: Sequence[Image]) -> list[mx.array]:
+        """Evaluated rows [n, hidden] of each picture, which may be kept and used again."""
+        import mlx.core as mx
+        import numpy as np
+
+        if not images:
+            return []
+        patches = np.concatenate([self.rules.patches(image) for image in images])
+        grids = [self.rules.grid(*image.size) for image in images]
+        seen: list[mx.array] = self.vision.see(mx.array(patches), grids)
+        return seen
+
+    def expanded(self, ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        """The ids with as many placeholders for each picture as it has rows.
+
+        Raises UsageError when there are neither as many placeholders as pictures nor as rows.
+        """
+        from kimi_k3_vl.prompt import expand
+
+        counts = [self.rules.n_tokens(*image.size) for image in images]
+        try:
+            prompts: list[list[int]] = expand([list(ids)], counts, self.placeholder)
+        except ValueError as error:
+            raise UsageError(str(error), "give one image for each place in the prompt.") from error
+        return prompts[0]
+
+
+def load_vision(path: str | Path) -> Eyes:
+    """Tower and projector of a build or a source, with its rules for pictures.
+
+    Raises CheckpointError for a checkpoint without vision, or whose weights don't fit its config;
+    UsageError when Pillow is not installed.
+    """
+    folder = Path(path)
+    with explained(folder):
+        build = open_source(folder)
+    if not build.config.get("vision_config"):
+        raise CheckpointError(
+            f"{folder} has no vision_config: it can't see.",
+            "leave out the images, or give a build of a source with vision.",
+        )
+    require_pillow()
+    return Eyes(
+        load_tower(build),
+        read_rules(folder / RULES),
+        build.config["media_placeholder_token_id"],
+        build.config.get("pad_token_id"),
+    )
+
+
+def load_tower(build: LocalSource) -> Vision:
+    """Tower and projector with their weights, in the dtype of the checkpoint."""
+    import mlx.core as mx
+
+    from kimi_k3_vision import PREFIXES, Vision, VisionArgs, sanitize
+
+    shards = {s for name, s in build.weight_map.items() if name.startswith(PREFIXES)}
+    weights: dict[str, Any] = {}
+    for shard in sorted(shards):
+        tensors: Any = mx.load(str(build.path / shard))
+        weights |= tensors
+    try:
+        args = VisionArgs.from_dict(build.config["vision_config"])
+        vision = Vision(args)
+        vision.load_weights(list(sanitize(args, weights).items()))
+    except ValueError as error:
+        message = f"{build.where}: vision_config and weights don't fit: {summary(error)}."
+        raise CheckpointError(message, MAKE_AGAIN) from error
+    mx.eval(vision.parameters())
+    return vision
+
+
+def read_rules(path: Path) -> ImageRules:
+    """What the build's preprocessor_config.json says, or K3's rules if it has none."""
+    from kimi_k3_vl.processing import ImageRules
+
+    try:
+        return ImageRules.from_config(read_json(path) if path.is_file() else {})
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def embed(model: Any, eyes: Eyes, ids: Sequence[int], images: Sequence[Image]) -> Prompt:
+    """A prompt for `generate_step(prompt.ids, model, input_embeddings=prompt.embeddings)`.
+
+    Placeholders and pictures are counted before the tower runs: raises UsageError.
+    """
+    from kimi_k3_vl.prompt import merge
+
+    expanded = eyes.expanded(ids, images)
+    features = eyes.features(images)
+    table = model.model.embed_tokens
+    merged = merge(table, [expanded], features, eyes.placeholder, eyes.pad)
+    return Prompt(merged.ids[0], merged.embeddings[0])
