@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan
 from kimi_k3_mlx.reap.calibrate import calibrate
 from kimi_k3_mlx.reap.compare import Evaluation, evaluate
 from kimi_k3_mlx.reap.corpus import Corpus, load_corpus, parse_specs
-from kimi_k3_mlx.reap.criteria import CRITERIA, Masses
-from kimi_k3_mlx.reap.overlap import best, flips, overlap, source_scores, split_half
+from kimi_k3_mlx.reap.criteria import CRITERIA, Criterion, Masses
+from kimi_k3_mlx.reap.overlap import best, flips, overlap, source_scores
 from kimi_k3_mlx.reap.planner import Planner, Recipe
 from kimi_k3_mlx.reap.saliency import Saliency, load_saliency
 from kimi_k3_mlx.runtime.load import load_tokenizer
@@ -37,6 +38,7 @@ CRITERIA_TRIED = ("frequency", "weighted-ean", "reap", "loo")
 SEEDS, RANDOM_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
 SEQ_LEN, PER_DOCUMENT, HELD_OUT_PER_DOCUMENT = 512, 1024, 256
 MEMORY = 4 << 30
+SHARED = 16
 EQUAL: dict[str, float] = {}
 """Every source weighs 1, whatever its tokens."""
 
@@ -128,29 +130,41 @@ def mask(store: Saliency, plan: PrunePlan) -> np.ndarray:
 
 def choices(stores: dict[int, Saliency], plans: dict[str, PrunePlan]) -> dict[str, Any]:
     """What domains share at a quarter of the experts, and what leaving Chinese out changes."""
-    store, reap, keep = stores[0], CRITERIA["reap"], 16
-    chosen = [best(scores, keep) for scores in source_scores(store, reap)]
-    pairs = {}
-    for one, first in enumerate(DOMAINS):
-        for other, second in enumerate(DOMAINS[:one]):
-            found = overlap(chosen[one], chosen[other])
-            if found is not None:
-                pairs[f"{second} / {first}"] = found._asdict()
-    again = [best(scores, keep) for scores in source_scores(stores[1], reap)]
-    ceilings = [overlap(one, other) for one, other in zip(chosen, again, strict=True)]
-    changed = {}
-    for keep in (32, 16):
-        aware = [mask(stores[seed], plans[f"reap/{keep}/{seed}"]) for seed in SEEDS]
-        blind = [mask(stores[seed], plans[f"reap-without-chinese/{keep}/{seed}"]) for seed in SEEDS]
-        halves = split_half(store, reap, keep)
-        changed[str(keep)] = {
-            "slots": int(aware[0].sum()),
-            "without_chinese": [flips(*pair) for pair in zip(aware, blind, strict=True)],
-            "other_draw": [flips(aware[0], aware[1]), flips(aware[0], aware[2])],
-            "split_half": halves and halves.flips,
-        }
-    shares = {name: found and found.share for name, found in zip(DOMAINS, ceilings, strict=True)}
-    return {"keep": 16, "pairs": pairs, "same_domain_other_draw": shares, "flips": changed}
+    return {
+        "keep": SHARED,
+        "overlap": {name: overlaps(stores, CRITERIA[name]) for name in ("reap", "frequency")},
+        "flips": {str(keep): changes(stores, plans, keep) for keep in (32, 16)},
+    }
+
+
+def overlaps(stores: dict[int, Saliency], criterion: Criterion) -> dict[str, Any]:
+    """Of the best of each pair of domains, and of a domain in two draws."""
+    chosen, again = (
+        [best(scores, SHARED) for scores in source_scores(stores[seed], criterion)]
+        for seed in SEEDS[:2]
+    )
+    pairs = {
+        f"{DOMAINS[one]} / {DOMAINS[other]}": overlap(chosen[one], chosen[other])
+        for one, other in combinations(range(len(DOMAINS)), 2)
+    }
+    pairs |= {
+        f"{name}, two draws": overlap(one, other)
+        for name, one, other in zip(DOMAINS, chosen, again, strict=True)
+    }
+    return {name: found and found._asdict() for name, found in pairs.items()}
+
+
+def changes(stores: dict[int, Saliency], plans: dict[str, PrunePlan], keep: int) -> dict[str, Any]:
+    """Flips of REAP's choice without Chinese, beside those of other draws."""
+    aware, blind = (
+        [mask(stores[seed], plans[f"{name}/{keep}/{seed}"]) for seed in SEEDS]
+        for name in ("reap", "reap-without-chinese")
+    )
+    return {
+        "slots": int(aware[0].sum()),
+        "without_chinese": [flips(*pair) for pair in zip(aware, blind, strict=True)],
+        "other_draw": [flips(aware[0], other) for other in aware[1:]],
+    }
 
 
 def rows(evaluation: Evaluation) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.pruning_figures import figure_ladder, figure_languages
 from benchmarks.pruning_results import DOMAINS, LABELS, LADDER, MIDDLE, Results, share
+from kimi_k3_mlx.reap.criteria import Z95
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -69,9 +70,10 @@ def languages(results: Results) -> str:
             ("reap-code-only", "code only"),
         ):
             added = [str(results.added(recipe, keep, (domain,))) for domain in DOMAINS]
-            mass = " / ".join(f"{results.retained(recipe, keep, name):.3f}" for name in DOMAINS)
-            rows.append([share(results, keep), what, *added, mass])
-    return table(["kept", "chosen from", *DOMAINS, "retained Σc of each"], rows)
+            masses = [results.retained(recipe, keep, name) for name in DOMAINS]
+            mass = " / ".join(f"{one:.3f}" for one in masses)
+            rows.append([share(results, keep), what, *added, mass, f"{np.mean(masses):.3f}"])
+    return table(["kept", "chosen from", *DOMAINS, "retained Σc of each", "mean"], rows)
 
 
 def allocation(results: Results) -> str:
@@ -85,16 +87,17 @@ def allocation(results: Results) -> str:
 
 def overlaps(results: Results) -> str:
     """What domains share."""
-    found = results.raw["choices"]
+    found = results.raw["choices"]["overlap"]
     rows = [
-        [pair, f"{row['share']:.3f}", f"{row['chance']:.3f}", f"{row['z']:+.1f}"]
-        for pair, row in found["pairs"].items()
+        [pair, f"{row['chance']:.3f}", shared(row), shared(found["frequency"][pair])]
+        for pair, row in found["reap"].items()
     ]
-    rows += [
-        [f"{name}, another draw", f"{value:.3f}", f"{found['keep'] / results.n_experts:.3f}", ""]
-        for name, value in found["same_domain_other_draw"].items()
-    ]
-    return table(["domains", f"shared of {found['keep']}", "chance", "z"], rows)
+    return table(["best 16 of", "chance", "by reap", "by frequency"], rows)
+
+
+def shared(overlap: dict[str, float]) -> str:
+    """A share with its distance from chance."""
+    return f"{overlap['share']:.3f} (z {overlap['z']:+.1f})"
 
 
 def flipped(results: Results) -> str:
@@ -143,6 +146,14 @@ def verdicts(results: Results) -> str:
             word = "yes" if value.low > 0 else "no: the reverse" if value.high < 0 else "not shown"
             cells.append(f"{word}: {value}")
         rows.append([text, *cells])
+    pair = results.raw["choices"]["overlap"]
+    for name, found in pair.items():
+        row = found["code / chinese"]
+        word = "yes" if row["z"] < -Z95 else "no" if row["z"] > Z95 else "not shown"
+        rows.append(
+            [f"Code and Chinese share fewer experts than chance, by {name} (card C)", "",
+             f"{word}: {shared(row)}"]
+        )  # fmt: skip
     return table(["claim", *(f"{share(results, keep)} kept" for keep in MIDDLE)], rows)
 
 
@@ -150,13 +161,14 @@ PAGE = """# Pruning, measured on the tiny K3
 
 Written by `python -m benchmarks.pruning_page` from `results.json`; do not edit.
 
-The model is the trained tiny K3 that comes with the package ({n_layers} MoE layers of {n_experts}
-experts, 4 a token; its card says what it is). {n_seeds} draws of {tokens:,} calibration tokens from
-its training texts, equal weights of code, English and Chinese; measured on {held_out:,} tokens of
-{n_documents} documents it never saw, parent and {n_plans} plans in one stream. All numbers are
-added nats a token against the parent ({parent}), mean of the three domains
-and of the draws unless said; brackets are 95 % intervals of documents drawn again; in differences
-both sides are of the same documents.
+The model is the trained tiny K3 that comes with the package ({n_layers} MoE layers of
+{n_experts} experts, 4 a token; its card says what it is). {n_seeds} draws of {tokens:,}
+calibration tokens from its training texts, equal weights of code, English and Chinese; measured on
+{held_out:,} tokens of {n_documents} documents it never saw, parent and {n_plans} plans in one
+stream. All numbers are added nats a token against the parent
+({parent}), mean of the three domains and of the draws
+unless said; brackets are 95 % intervals of documents drawn again; in differences both sides are of
+the same documents.
 **One small model: directions, not magnitudes. Nothing here was measured on the real K3.**
 
 ## Criteria
@@ -191,6 +203,9 @@ that change places over all layers; three numbers are three draws.
 ## Allocation
 
 {allocation}
+
+`per-layer` gives each layer as many as its own shares of the score ask for, uniform one number to
+all.
 
 ## Is there a knee?
 

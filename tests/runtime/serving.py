@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -24,10 +25,24 @@ from kimi_k3_mlx.runtime.server import provider
 from kimi_k3_mlx.runtime.server.serve import Server, serve
 from kimi_k3_mlx.runtime.server.settings import Settings
 from tests.runtime.answers import answer_pieces
+from tests.tiny_k3 import TinyConfig, write_source
 
 TINY_K3 = Path(kimi_k3_mlx.__file__).parent / "assets" / "tiny-k3"
 Script = Callable[[list[Any]], dict[str, Any] | list[Piece] | None]
 """Messages of a request -> the assistant's message, or its pieces; None lets the model itself."""
+
+
+def small_k3(folder: Path) -> Path:
+    """A random model of two layers with the trained one's tokenizer: fast, and f32 throughout."""
+    sizes = TinyConfig(2, (1,), experts=2, top_k=1, vocab=1024, vision=False, trunk_dtype="F32")
+    write_source(folder, sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(TINY_K3 / name, folder / name)
+    config, other = (json.loads((it / "config.json").read_text()) for it in (folder, TINY_K3))
+    for place, model in ((config, other), (config["text_config"], other["text_config"])):
+        place.update({k: v for k, v in model.items() if k.endswith("token_id")})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @contextmanager
@@ -135,11 +150,12 @@ class Scripted(nn.Module):
         answer = self.answer(job)
         if answer is None:
             return logits
-        forced = np.full(logits.shape, -1e4, np.float32)
+        forced = np.array(logits.astype(mx.float32))
         for i in range(inputs.shape[1]):
             place = begin + i + 1 - len(job.prompt.ids)
             inside = 0 <= place < len(answer)
-            forced[0, i, answer[place] if inside else self._encoder.control(END)] = 0
+            token = answer[place] if inside else self._encoder.control(END)
+            forced[0, i, token] = forced[0, i].max() + 0.5
         return mx.array(forced)
 
 

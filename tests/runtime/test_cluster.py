@@ -175,7 +175,7 @@ def test_memory_of_ranks_adds_up() -> None:
 @pytest.mark.slow
 def test_the_table_of_the_documentation() -> None:
     rows = re.findall(
-        r"^\| `(\S+)`, (\d+) experts \| (\w+) \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d,]+)(.*) \|$",
+        r"^\| `(\S+)`, (\d+) experts \| (\w+) \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d,]+\d)(.*) \|$",
         (ROOT / "docs" / "cluster.md").read_text(),
         re.MULTILINE,
     )

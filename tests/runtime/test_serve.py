@@ -19,12 +19,12 @@ from kimi_k3_mlx.chat.pieces import CLOSE, END, OPEN, SEP, Piece, marker
 from kimi_k3_mlx.runtime.server import handler
 from tests.runtime.answers import answer_pieces
 from tests.runtime.serving import (
-    TINY_K3,
     Answer,
     Server,
     call,
     client_of,
     serving,
+    small_k3,
     talk,
     tool,
 )
@@ -57,15 +57,20 @@ def script(messages: list[Any]) -> dict[str, Any] | list[Piece] | None:
         pieces = answer_pieces({"tool_calls": [call("add", a=1, b=1)] * 2})
         return [*pieces[: len(pieces) - 20], marker(END)]
     if asked == LONG:
-        return {"content": "and then " * 400}
+        return {"reasoning_content": "and then " * 400}
+    if asked == "said":
+        return [Piece("What is said without a thought.")]
+    if asked == "no end":
+        return [*answer_pieces({"content": "Fine."})[:-1], Piece("and on " * 99)]
     if asked == "a story":
         return {"reasoning_content": "I think: STOP", "content": "one two three. four STOP five"}
     return None
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(TINY_K3, script, prompt_cache_size=200) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = small_k3(tmp_path_factory.mktemp("served") / "small-k3")
+    with serving(model, script, prompt_cache_size=200) as running:
         yield running
 
 
@@ -185,6 +190,12 @@ def test_what_cannot_be_called_is_shown_apart(
     assert reason in message.broken_tool_calls[0]["reason"]
 
 
+def test_a_model_that_does_not_end_is_ended(client: openai.OpenAI) -> None:
+    answer = shown(ask(client, "no end"))
+    assert (answer["content"], answer["finish_reason"]) == ("Fine.", "stop")
+    assert answer["usage"].completion_tokens < 60
+
+
 def test_stop_words_end_the_content_and_only_that(client: openai.OpenAI) -> None:
     for read in (lambda *a, **o: shown(ask(*a, **o)), streamed):
         answer = read(client, "a story", stop=["STOP", ". f"])
@@ -194,7 +205,8 @@ def test_stop_words_end_the_content_and_only_that(client: openai.OpenAI) -> None
 
 
 def test_logprobs_are_those_of_the_content(client: openai.OpenAI) -> None:
-    answer = ask(client, "x", max_tokens=12, logprobs=True, top_logprobs=3, reasoning_effort="none")
+    options: dict[str, Any] = {"max_tokens": 12, "logprobs": True}
+    answer = ask(client, "said", top_logprobs=3, reasoning_effort="none", **options)
     content = answer.choices[0].logprobs.content
     assert "".join(it.token for it in content) == answer.choices[0].message.content
     assert len(content) == 12
@@ -204,7 +216,7 @@ def test_logprobs_are_those_of_the_content(client: openai.OpenAI) -> None:
         )
         assert (it.token, it.logprob) == (it.top_logprobs[0].token, it.top_logprobs[0].logprob)
         assert bytes(it.bytes).decode() == it.token
-    thought = ask(client, "x", max_tokens=12, logprobs=True)
+    thought = ask(client, LONG, **options)
     assert thought.choices[0].logprobs is None
     assert thought.usage.completion_tokens_details.reasoning_tokens == 12
 
@@ -254,21 +266,21 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_models_and_health(client: openai.OpenAI, server: Server) -> None:
     (model,) = client.models.list()
-    assert model.id == "tiny-k3"
-    assert client.models.retrieve("tiny-k3").context_length == 1_048_576
+    assert model.id == "small-k3"
+    assert client.models.retrieve("small-k3").context_length == 1_048_576
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-5")
     assert talk(server, "GET", "/health") == (200, {"status": "ok"})
-    assert ask(client, "x", max_tokens=1).model == "tiny-k3"
+    assert ask(client, "x", max_tokens=1).model == "small-k3"
 
 
 def test_eight_clients_at_once(client: openai.OpenAI, server: Server) -> None:
     """They queue, and each gets what it would get alone."""
-    prompts = [f"def f{i}(" for i in range(8)]
-    alone = [shown(ask(client, p, max_tokens=8))["reasoning_content"] for p in prompts]
+    prompts = [f"f{i}" for i in range(8)]
+    alone = [shown(ask(client, p, max_tokens=5))["reasoning_content"] for p in prompts]
     server.engine.build.snapshots.entries.clear()
     with ThreadPoolExecutor(8) as pool:
-        together = pool.map(lambda p: streamed(client_of(server), p, max_tokens=8), prompts)
+        together = pool.map(lambda p: streamed(client_of(server), p, max_tokens=5), prompts)
         assert [it["reasoning_content"] for it in together] == alone
 
 

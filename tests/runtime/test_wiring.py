@@ -66,6 +66,8 @@ def test_wired_needs_room_and_macos_15(
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": limit})
     monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
     assert weights_are_wired(nn.Linear(2, 2, bias=False)) is wired
+    with wiring(False):
+        assert not weights_are_wired(nn.Linear(2, 2, bias=False))
 
 
 def test_a_cpu_wires_nothing() -> None:
