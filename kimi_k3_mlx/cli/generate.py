@@ -152,14 +152,15 @@ def cache_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Load, generate, report; of several ranks, the first one does."""
-    prompt = read_prompt(args.prompt)
     # transformers warns that it does not know K3; only its tokenizer is used.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from kimi_k3_mlx.runtime.cluster import group_of, shared_seed
+    from kimi_k3_mlx.runtime.cluster import group_of, leave_together, shared_seed
     from kimi_k3_mlx.runtime.generate import Sampling, generate
     from kimi_k3_mlx.runtime.wiring import wiring
 
     group = group_of(args.pipeline)
+    check_choices(args, group)
+    prompt = read_prompt(args.prompt)
     shown = group is None or group.rank() == 0
     seed_here = shared_seed(group, args.seed)
     sampling = Sampling(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p, seed_here)
@@ -168,6 +169,7 @@ def run(args: argparse.Namespace) -> None:
     on_text = discard if args.json or not shown else stream
     with wiring(not args.no_wire):
         completion = generate(build, pictures or prompt, sampling, on_text, decoding)
+        leave_together(group)
     if not shown:
         return
     if args.json:
@@ -178,19 +180,29 @@ def run(args: argparse.Namespace) -> None:
         say(statistics(completion))
 
 
+def check_choices(args: argparse.Namespace, group: Group | None) -> None:
+    """Raise UsageError for options that don't go together, and what mlx.launch can't do."""
+    if args.draft_model and args.lookup:
+        raise UsageError("a draft model and prompt lookup both draft.", "leave out --lookup.")
+    if args.image and (args.draft_model or group):
+        raise UsageError("pictures go with neither a draft model nor several Macs.")
+    if group and args.draft_model:
+        raise UsageError("a draft model runs on one Mac only.", "leave out --draft-model.")
+    if group and args.prompt == "-":
+        raise UsageError("mlx.launch gives its ranks no stdin to read.", "give the text: -p TEXT")
+
+
 def loaded(
     args: argparse.Namespace, prompt: str, group: Group | None
 ) -> tuple[Loaded, Prompt | None]:
     """The build, and the prompt if it has pictures: what is wrong with them is said first."""
     from kimi_k3_mlx.runtime.cluster import PIPELINE, TENSOR
     from kimi_k3_mlx.runtime.generate import picture_prompt
-    from kimi_k3_mlx.runtime.images import open_image
     from kimi_k3_mlx.runtime.load import load
     from kimi_k3_mlx.runtime.vision import load_vision
+    from kimi_k3_mlx.vision.images import open_image
 
     images = [open_image(name) for name in args.image or ()]
-    if images and (args.draft_model or group):
-        raise UsageError("pictures go with neither a draft model nor several Macs.")
     eyes = load_vision(args.model) if images else None
     quiet = args.quiet or args.json or (group is not None and group.rank() > 0)
     with progress(quiet) as shown:
@@ -211,8 +223,6 @@ def decoding_of(args: argparse.Namespace) -> Decoding:
     from kimi_k3_mlx.runtime.generate import Decoding
     from kimi_k3_mlx.runtime.load import load_tokenizer
 
-    if args.draft_model and args.lookup:
-        raise UsageError("a draft model and prompt lookup both draft.", "leave out --lookup.")
     draft = None
     if args.draft_model:
         check_build(args.model)

@@ -135,6 +135,20 @@ def shared_seed(group: Group | None, seed: int | None) -> int | None:
     return gathered(group, secrets.randbits(30) if seed is None else seed)[0]
 
 
+def leave_together(group: Group | None) -> None:
+    """Wait at the end of a generation until all ranks are there.
+
+    mlx-lm has begun one more step by then: a rank that ended before it would fail the others.
+    """
+    if group is None:
+        return
+    import mlx.core as mx
+    from mlx_lm.generate import generation_stream
+
+    mx.synchronize(generation_stream)
+    gathered(group, 0)
+
+
 def gathered(group: Group, number: int) -> list[int]:
     """Every rank's number, below 2^31, by rank. No generation may be going on: exchanges of two
     streams can meet in another order on another rank."""

@@ -18,6 +18,11 @@ from kimi_k3_mlx.runtime.machine import numbers
 WIRING_MACOS = 15
 WIRES = "maybe_set_recommended_wired_limit"
 """mlx-lm's function that sets MLX's limit; where it returns None, mlx-lm leaves the limit alone."""
+GENERATE = "mlx_lm.generate"
+
+
+def leave_alone() -> None:
+    """Stands for mlx-lm's function while wiring is off."""
 
 
 @contextmanager
@@ -27,11 +32,11 @@ def wiring(on: bool, *users: str) -> Iterator[None]:
     MLX's own limit is 0 unless something sets it, and weights that nothing wires can be paged out.
     Applies to the whole process: begin it before threads that generate, end it after them.
     """
-    modules = [] if on else [import_module(name) for name in ("mlx_lm.generate", *users)]
+    modules = [] if on else [import_module(name) for name in (GENERATE, *users)]
     originals = [getattr(module, WIRES) for module in modules]
     try:
         for module in modules:
-            setattr(module, WIRES, lambda: None)
+            setattr(module, WIRES, leave_alone)
         yield
     finally:
         for module, original in zip(modules, originals, strict=True):
@@ -39,10 +44,12 @@ def wiring(on: bool, *users: str) -> Iterator[None]:
 
 
 def weights_are_wired(model: Any) -> bool:
-    """Whether mlx-lm, if it may, wires the whole model on this machine."""
+    """Whether mlx-lm wires the whole model on this machine, when it generates now."""
     import mlx.core as mx
 
     macos = numbers(platform.mac_ver()[0])
+    if getattr(import_module(GENERATE), WIRES) is leave_alone:
+        return False
     if not mx.metal.is_available() or (0,) < macos < (WIRING_MACOS,):
         return False
     n_bytes = sum(array.nbytes for _, array in parameters(model))

@@ -8,10 +8,10 @@ import json
 import sys
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream, stream_generate
+from mlx_lm.generate import stream_generate
 
 from kimi_k3_mlx.errors import KimiError
-from kimi_k3_mlx.runtime.cluster import group_of, shared_seed
+from kimi_k3_mlx.runtime.cluster import group_of, leave_together, shared_seed
 from kimi_k3_mlx.runtime.generate import Decoding, Sampling, generate
 from kimi_k3_mlx.runtime.load import Loaded, load, parameters
 
@@ -44,8 +44,7 @@ def outcome(path: str, split: str, group: mx.distributed.Group) -> dict:
         return {"error": type(error).__name__, "message": error.message}
     n_bytes = sum(array.nbytes for _, array in parameters(build.model))
     said = {"tokens": greedy(build), "text": looked_up(build)}
-    # A step that mlx-lm began ahead must not meet the next exchange, which has another stream.
-    mx.synchronize(generation_stream)
+    leave_together(group)
     return said | {"n_bytes": n_bytes}
 
 
