@@ -49,6 +49,8 @@ VERBS = {
     "generate": Verb("generate", "continue a prompt with a build"),
     "chat": Verb("chat", "talk with a build in the terminal"),
     "server": Verb("server", "answer programs that speak OpenAI's chat completions"),
+    "benchmark": Verb("benchmark", "time prefill and decoding, context by context"),
+    "perplexity": Verb("perplexity", "measure a build on text, source by source"),
     "probe": Verb("probe", "count loops and texts without end in what a build writes"),
     "demo": Verb("demo", "all of the above on the small trained model that comes along"),
 }

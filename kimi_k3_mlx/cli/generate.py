@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kimi_k3_mlx.cli._options import (
     Parser,
@@ -65,14 +65,19 @@ def add_options(parser: Parser) -> None:
 def machine_options(parser: Parser) -> None:
     """Declare how to use the machine, or several."""
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--no-wire", action="store_true", help="let macOS page weights out")
-    machine.add_argument(
-        "--force", action="store_true", help="load a build that is too large for this Mac"
-    )
+    memory_options(machine)
     machine.add_argument(
         "--pipeline", action="store_true",
         help="under mlx.launch: whole layers to each Mac, not a part of each layer",
     )  # fmt: skip
+
+
+def memory_options(group: Any) -> None:
+    """Declare how the weights are held in memory."""
+    group.add_argument("--no-wire", action="store_true", help="let macOS page weights out")
+    group.add_argument(
+        "--force", action="store_true", help="load a build that is too large for this Mac"
+    )
 
 
 def sampling_options(parser: Parser, *, max_tokens: int) -> None:

@@ -63,9 +63,9 @@ class Terminal:
         self.read(lambda: False)
         return self.process.wait(SECONDS)
 
-    def read(self, done: Callable[[], bool]) -> None:
-        """Read until done, or nothing more comes."""
-        deadline = time.monotonic() + SECONDS
+    def read(self, done: Callable[[], bool], seconds: float = SECONDS) -> None:
+        """Read until done, or nothing more can come."""
+        deadline = time.monotonic() + seconds
         while not done() and time.monotonic() < deadline:
             if not select.select([self.master], [], [], 0.2)[0]:
                 continue

@@ -19,7 +19,7 @@ MARKUP = {"<": OPEN, "/": CLOSE, ">": SEP, "!": END}
 
 
 class Scripted(nn.Module):
-    """Answers the n-th user's message with the n-th list of tokens."""
+    """Answers the n-th question that it sees with the n-th list of tokens."""
 
     def __init__(self, model: Any, question: list[int], answers: list[list[int]]) -> None:
         super().__init__()
@@ -43,6 +43,8 @@ class Scripted(nn.Module):
     def __call__(self, inputs: Any, cache: Any = None, input_embeddings: Any = None) -> Any:
         begin = next((c.offset for c in cache if hasattr(c, "offset")), 0)
         self.computed.append(inputs.shape[1])
+        # What a resumed conversation holds was not seen here.
+        self._seen += [0] * (begin - len(self._seen))
         self._seen[begin:] = inputs[0].tolist()
         logits = self.real(inputs, cache, input_embeddings=input_embeddings)
         wanted = [self.next(n) for n in range(begin + 1, len(self._seen) + 1)]
