@@ -32,27 +32,27 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "demo": Verb("demo", "the whole way, on the small trained model that comes along"),
+    "doctor": Verb("doctor", "check this machine, and a build on it"),
+    "fit": Verb("fit", "say which builds a Mac runs, and how fast at most"),
+    "wired-limit": Verb("wired_limit", "work out and set the memory that the GPU may wire"),
     "download": Verb("download", "fetch a checkpoint from the Hub"),
     "inspect": Verb("inspect", "show what a checkpoint holds, from its headers alone"),
+    "estimate": Verb("estimate", "say what a build would need, before anything is written"),
     "convert": Verb("convert", "write an MLX build of a source checkpoint"),
+    "verify": Verb("verify", "compare a build with its source, or with its own manifest"),
     "calibrate": Verb("calibrate", "measure which experts a corpus needs"),
     "stats": Verb("stats", "add up statistics of calibration runs, or show them"),
     "plan": Verb("plan", "choose which experts stay, from measured statistics"),
     "report": Verb("report", "show what plans retain, source by source, with figures"),
     "compare": Verb("compare", "measure on held-out text what plans cost, before building any"),
     "prune": Verb("prune", "write a pruned checkpoint in Moonshot's layout, for vLLM and SGLang"),
-    "estimate": Verb("estimate", "say what a build would need, before anything is written"),
-    "verify": Verb("verify", "compare a build with its source, or with its own manifest"),
-    "doctor": Verb("doctor", "check this machine, and a build on it"),
-    "wired-limit": Verb("wired_limit", "work out and set the memory that the GPU may wire"),
-    "fit": Verb("fit", "say which builds a Mac runs, and how fast at most"),
     "generate": Verb("generate", "continue a prompt with a build"),
     "chat": Verb("chat", "talk with a build in the terminal"),
     "server": Verb("server", "answer programs that speak OpenAI's chat completions"),
     "benchmark": Verb("benchmark", "time prefill and decoding, context by context"),
     "perplexity": Verb("perplexity", "measure a build on text, source by source"),
     "probe": Verb("probe", "count loops and texts without end in what a build writes"),
-    "demo": Verb("demo", "all of the above on the small trained model that comes along"),
 }
 
 
@@ -158,7 +158,7 @@ def overview() -> str:
     verbs = "\n".join(f"  {name:{width}}  {verb.summary}" for name, verb in VERBS.items())
     return (
         f"usage: {PROGRAM} VERB [options]\n\n"
-        "Convert moonshotai/Kimi-K3 for MLX, check the result, and run it.\n\n"
+        "Choose what to keep of moonshotai/Kimi-K3, convert it for MLX, check it, run it.\n\n"
         f"verbs:\n{verbs}\n\n"
         "options:\n  -h, --help  show this text, or after a verb the verb's options\n"
         "  --version   show the version\n\n"
