@@ -28,6 +28,7 @@ from tests.runtime.answers import answer_pieces
 from tests.tiny_k3 import TinyConfig, write_source
 
 TINY_K3 = Path(kimi_k3_mlx.__file__).parent / "assets" / "tiny-k3"
+LONG = "a long story"
 Script = Callable[[list[Any]], dict[str, Any] | list[Piece] | None]
 """Messages of a request -> the assistant's message, or its pieces; None lets the model itself."""
 
@@ -91,6 +92,18 @@ def scripted_load(script: Script, servers: list[Server]) -> Callable[..., Loaded
     return loaded
 
 
+def ask(client: OpenAI, *messages: Any, **options: Any) -> Any:
+    """A chat completion; texts are a user's messages."""
+    given = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+    return client.chat.completions.create(model="any", messages=given, **options)
+
+
+def long_story(messages: list[Any]) -> dict[str, Any] | None:
+    """A script with one answer of 1,200 tokens."""
+    story = {"reasoning_content": "and then " * 400}
+    return story if messages and messages[-1].get("content") == LONG else None
+
+
 class Answer(NamedTuple):
     """What HTTP gives back."""
 
@@ -121,7 +134,7 @@ class Scripted(nn.Module):
         self.inner = build.model
         self._encoder = PieceEncoder(build.tokenizer)
         self._script, self._servers = script, servers
-        self._answers: dict[int, list[int] | None] = {}
+        self._last: tuple[Any, list[int] | None] = (None, None)
 
     @property
     def model(self) -> Any:
@@ -136,12 +149,12 @@ class Scripted(nn.Module):
 
     def answer(self, job: Any) -> list[int] | None:
         """The tokens of the answer to a job."""
-        if id(job) not in self._answers:
+        if self._last[0] is not job:
             said = self._script(job.messages)
             pieces = answer_pieces(said) if isinstance(said, dict) else said
             ids = None if pieces is None else self._encoder.encode_pieces(pieces)
-            self._answers[id(job)] = ids
-        return self._answers[id(job)]
+            self._last = (job, ids)
+        return self._last[1]
 
     def __call__(self, inputs: Any, cache: Any = None, input_embeddings: Any = None) -> Any:
         begin = next(c.offset for c in cache if hasattr(c, "offset"))
