@@ -262,3 +262,24 @@ def n_bytes(text: str) -> int:
     if not match or match[2].upper() not in units:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 451GB or 420GiB")
     return int(float(match[1]) * units[match[2].upper()])
+
+
+def memory_size(text: str) -> int:
+    """Bytes to run in: at least one."""
+    value = n_bytes(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory to run in: give it as 64GB")
+    return value
+
+
+def budgets(text: str) -> int | dict[str, int]:
+    """A number for each source, or `code=50000,zh=20000` for those that are named."""
+    if "=" not in text:
+        return positive(text)
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.rpartition("=")
+        if not name.strip() or name.strip() in found:
+            raise argparse.ArgumentTypeError(f"{part!r} is not one source's budget: code=50000")
+        found[name.strip()] = positive(value)
+    return found

@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kimi_k3_mlx.cli._options import (
     Parser,
+    budgets,
     common_options,
     count,
-    n_bytes,
+    memory_size,
     opened,
     positive,
     source_options,
 )
 from kimi_k3_mlx.cli._output import progress, say, table, write_json
+from kimi_k3_mlx.cli._runs import checked_out, files_of, memory_of, run_folder
 from kimi_k3_mlx.errors import UsageError
 
 if TYPE_CHECKING:
     from kimi_k3_mlx.reap.corpus import Corpus
+    from kimi_k3_mlx.tensors.source import Source
 
 USAGE = "--hf-path DIR|REPO --corpus SPECS --out FILE [options]"
 EXAMPLES = (
@@ -35,7 +39,6 @@ EXAMPLES = (
     "kimi-k3 calibrate --hf-path ./Kimi-K3 --corpus code.txt --out s.safetensors --dry-run",
 )
 TOKENIZER = "tokenizer.json"
-SHARE_OF_RAM = 2  # the other half is for the page cache and the rest of the machine
 
 
 def add_options(parser: Parser) -> None:
@@ -50,7 +53,11 @@ def add_options(parser: Parser) -> None:
         "--seq-len", metavar="N", type=positive, default=2048, help="tokens of a sequence"
     )
     group.add_argument(
-        "--tokens-per-source", metavar="N", type=positive, help="most tokens of each source"
+        "--tokens-per-source", metavar="N|LIST", type=budgets,
+        help="most tokens of each source, or of some: code=500000,zh=200000",
+    )  # fmt: skip
+    group.add_argument(
+        "--tokens-per-document", metavar="N", type=positive, help="most tokens of each document"
     )
     group.add_argument("--seed", metavar="N", type=count, default=0, help="order of documents")
     group.add_argument("--bos", action="store_true", help="put [BOS] before each document")
@@ -66,7 +73,7 @@ def run_options(parser: Parser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--out", metavar="FILE", required=True, help="statistics (safetensors)")
     group.add_argument(
-        "--memory", metavar="SIZE", type=n_bytes, help="64GB (default: half of this machine's)"
+        "--memory", metavar="SIZE", type=memory_size, help="64GB (default: half of this machine's)"
     )
     group.add_argument("--spill", action="store_true", help="keep activations on the disk")
     group.add_argument(
@@ -76,8 +83,12 @@ def run_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Read the corpus, say what it holds, then measure."""
+    # transformers warns that it does not know K3; only its tokenizer is used.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    out = checked_out(args.out, files_of(args.corpus))
+    folder = run_folder(out)
     source = opened(args.source, args.revision)
-    corpus = read_corpus(args)
+    corpus = read_corpus(args, source)
     sizes = source.config["text_config"]
     warnings = corpus.warnings(sizes["num_experts"], sizes["num_experts_per_token"])
     if not args.json and not args.quiet:
@@ -87,34 +98,34 @@ def run(args: argparse.Namespace) -> None:
         say(f"{warning.level}: {about}{warning.message}")
     value: dict[str, Any] = {"version": 1, "corpus": corpus.to_json()}
     if not args.dry_run:
-        value |= measure(args, source, corpus)
+        value |= measure(args, source, corpus, out, folder)
     if args.json:
         write_json(value)
 
 
-def measure(args: argparse.Namespace, source: Any, corpus: Corpus) -> dict[str, Any]:
-    """Run it, and write the store; the folder of the run goes when that is done."""
-    import shutil
-
+def measure(
+    args: argparse.Namespace, source: Any, corpus: Corpus, out: Path, folder: Path
+) -> dict[str, Any]:
+    """Run it, and write the store; what the run kept in the folder goes when that is done."""
     from kimi_k3_mlx.reap.calibrate import calibrate
+    from kimi_k3_mlx.stream.journal import discard
 
-    out = Path(args.out)
-    folder = out.with_name(f"{out.name}.run")
-    memory = args.memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE_OF_RAM
+    memory = memory_of(args)
     with progress(args.quiet) as shown:
         store = calibrate(
             source, corpus, memory=memory, folder=folder, spill=args.spill, progress=shown
         )
     sha256 = store.save(out)
-    shutil.rmtree(folder)
+    discard(folder)
     if not args.quiet:
         say(f"wrote {out}: {corpus.n_tokens:,} tokens through {len(store.layers)} MoE layers")
     return {"out": str(out), "sha256": sha256}
 
 
-def read_corpus(args: argparse.Namespace) -> Corpus:
+def read_corpus(args: argparse.Namespace, source: Source) -> Corpus:
     """The corpus that the options ask for."""
     from kimi_k3_mlx.reap.corpus import load_corpus, parse_specs
+    from kimi_k3_mlx.vision.tower import read_rules
 
     specs = parse_specs(args.corpus)
     return load_corpus(
@@ -122,12 +133,14 @@ def read_corpus(args: argparse.Namespace) -> Corpus:
         tokenizer(Path(args.tokenizer or args.source)),
         seq_len=args.seq_len,
         tokens_per_source=args.tokens_per_source,
+        tokens_per_document=args.tokens_per_document,
         seed=args.seed,
         bos=args.bos,
+        rules=partial(read_rules, source),
     )
 
 
-def tokenizer(folder: Path) -> Any:
+def tokenizer(folder: Path, hint: str = "give a folder that has one with --tokenizer.") -> Any:
     """The tokenizer in a folder; remote code is never run."""
     from kimi_k3_mlx.convert.sidecars import made_tokenizer, needs_tokenizer
     from kimi_k3_mlx.runtime.load import load_tokenizer
@@ -135,9 +148,7 @@ def tokenizer(folder: Path) -> Any:
     if (folder / TOKENIZER).is_file():
         return load_tokenizer(folder, None)
     if not folder.is_dir() or not needs_tokenizer(os.listdir(folder)):
-        raise UsageError(
-            f"{folder} has no {TOKENIZER}.", "give a folder that has one with --tokenizer."
-        )
+        raise UsageError(f"{folder} has no {TOKENIZER}.", hint)
     with TemporaryDirectory() as made:
         for name, content in made_tokenizer(opened(str(folder), None)).items():
             (Path(made) / name).write_bytes(content)

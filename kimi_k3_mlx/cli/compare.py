@@ -10,26 +10,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_k3_mlx.cli._options import (
     Parser,
+    budgets,
     common_options,
     count,
-    n_bytes,
+    memory_size,
     opened,
     positive,
     read_prune_plan,
     source_options,
 )
 from kimi_k3_mlx.cli._output import progress, say, table, write, write_json
-from kimi_k3_mlx.cli.calibrate import SHARE_OF_RAM, counts_text, tokenizer
+from kimi_k3_mlx.cli._runs import checked_out, files_of, memory_of, run_folder, short_names
+from kimi_k3_mlx.cli.calibrate import counts_text, tokenizer
 from kimi_k3_mlx.errors import UsageError
 
 if TYPE_CHECKING:
     from kimi_k3_mlx.prune_plan import PrunePlan
     from kimi_k3_mlx.reap.corpus import Corpus
+    from kimi_k3_mlx.reap.pictures import Rules
     from kimi_k3_mlx.reap.seen_text import Overlap
 
 USAGE = "--hf-path DIR|REPO --plans FILE... --text SPECS [options]"
@@ -58,7 +62,7 @@ def add_options(parser: Parser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--out", metavar="FILE", help="everything measured (JSON)")
     group.add_argument(
-        "--memory", metavar="SIZE", type=n_bytes, help="64GB (default: half of this machine's)"
+        "--memory", metavar="SIZE", type=memory_size, help="64GB (default: half of this machine's)"
     )
     group.add_argument("--spill", action="store_true", help="keep activations on the disk")
     common_options(parser)
@@ -74,8 +78,9 @@ def text_options(group: Any) -> None:
         "--seq-len", metavar="N", type=positive, default=2048, help="tokens of a sequence"
     )
     group.add_argument(
-        "--tokens-per-source", metavar="N", type=positive, help="most tokens of each source"
-    )
+        "--tokens-per-source", metavar="N|LIST", type=budgets,
+        help="most tokens of each source, or of some: code=500000,zh=200000",
+    )  # fmt: skip
     group.add_argument("--seed", metavar="N", type=count, default=0, help="order of documents")
     group.add_argument("--bos", action="store_true", help="put [BOS] before each document")
     group.add_argument(
@@ -85,36 +90,32 @@ def text_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Read plans and text, refuse what was calibrated on, measure, show."""
-    if args.spill and not args.out:
-        raise UsageError("--spill needs a place on the disk.", "give --out.")
     # transformers warns that it does not know K3; only its tokenizer is used.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    plans = read_plans(args.plans)
+    from kimi_k3_mlx.vision.tower import read_rules
+
+    if args.spill and not args.out:
+        raise UsageError("--spill needs a place on the disk.", "give --out.")
+    inputs = [*args.plans, *args.stats, *files_of(args.text)]
+    out = checked_out(args.out, inputs) if args.out else None
+    folder = run_folder(out) if out else None
+    named = [(name, read_prune_plan(path)) for name, path in short_names(args.plans)]
+    plans = {name: plan for name, plan in named if plan}
     source = opened(args.source, args.revision)
-    corpus = read_text(args)
+    corpus = read_text(args, partial(read_rules, source))
     if not args.json and not args.quiet:
         say(counts_text(corpus))
     overlaps = checked_overlaps(args, plans, corpus)
-    value = measure(args, source, corpus, plans) | {"calibrated_on": overlaps}
-    if args.out:
-        save(Path(args.out), value)
+    value = measure(args, source, corpus, plans, folder) | {"calibrated_on": overlaps}
+    if out and folder:
+        save(out, value, folder)
     if args.json:
         write_json(value)
     else:
         write(shown(value))
 
 
-def read_plans(paths: list[str]) -> dict[str, PrunePlan]:
-    """The plans, named by their files; by their paths if two files are named alike."""
-    stems = [Path(path).stem for path in paths]
-    names = stems if len(set(stems)) == len(stems) else paths
-    if len(set(names)) < len(names):
-        raise UsageError(f"plan {max(names, key=names.count)} is given twice.")
-    plans = (read_prune_plan(path) for path in paths)
-    return {name: plan for name, plan in zip(names, plans, strict=True) if plan}
-
-
-def read_text(args: argparse.Namespace) -> Corpus:
+def read_text(args: argparse.Namespace, rules: Rules | None = None) -> Corpus:
     """The held-out text; a page of a text file stays one document."""
     from kimi_k3_mlx.reap.corpus import load_corpus, parse_specs
 
@@ -126,6 +127,7 @@ def read_text(args: argparse.Namespace) -> Corpus:
         seed=args.seed,
         bos=args.bos,
         whole_texts=True,
+        rules=rules,
     )
 
 
@@ -158,14 +160,17 @@ def overlap_text(overlap: Overlap, corpus: Corpus) -> str:
 
 
 def measure(
-    args: argparse.Namespace, source: Any, corpus: Corpus, plans: dict[str, PrunePlan]
+    args: argparse.Namespace,
+    source: Any,
+    corpus: Corpus,
+    plans: dict[str, PrunePlan],
+    folder: Path | None,
 ) -> dict[str, Any]:
     """Run it; with --out, in a folder that goes when the result has been written."""
     from kimi_k3_mlx.reap.compare import evaluate
     from kimi_k3_mlx.reap.costs import Costs
 
-    folder = folder_of(Path(args.out)) if args.out else None
-    memory = args.memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE_OF_RAM
+    memory = memory_of(args)
     with progress(args.quiet) as seen:
         evaluation = evaluate(
             source, corpus, plans, memory=memory, folder=folder, spill=args.spill, progress=seen
@@ -173,19 +178,13 @@ def measure(
     return Costs(evaluation).to_json()
 
 
-def folder_of(out: Path) -> Path:
-    """Where an unfinished run is."""
-    return out.with_name(f"{out.name}.run")
-
-
-def save(out: Path, value: dict[str, Any]) -> None:
+def save(out: Path, value: dict[str, Any], folder: Path) -> None:
     """Write the result, then let go of the run."""
-    import shutil
-
+    from kimi_k3_mlx.stream.journal import discard
     from kimi_k3_mlx.tensors.writer import write_file
 
     write_file(out, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
-    shutil.rmtree(folder_of(out))
+    discard(folder)
 
 
 def shown(value: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from kimi_k3_mlx.cli._options import (
     source_options,
 )
 from kimi_k3_mlx.cli._output import say, write, write_json
+from kimi_k3_mlx.cli._runs import checked_out
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.units import format_bytes
 
@@ -73,7 +74,7 @@ def size_options(parser: Parser) -> None:
         "--fit", metavar="RAM", type=ram_gib, help="memory of the Mac that has to run it: 512GB"
     )
     group.add_argument(
-        "--context", metavar="N", type=positive, default=CONTEXT, help="tokens of context"
+        "--context", metavar="N", type=positive, help=f"tokens of context (default: {CONTEXT})"
     )
     build = group.add_mutually_exclusive_group()
     build.add_argument("--profile", metavar="NAME", help="the build's profile, or a .toml file")
@@ -132,6 +133,11 @@ def run(args: argparse.Namespace) -> None:
     from kimi_k3_mlx.reap.sizes import check_same_model, only_sizes
     from kimi_k3_mlx.tensors.writer import write_file
 
+    out = checked_out(args.out, [args.stats])
+    if not args.source and (args.trunk or args.profile or args.context):
+        raise UsageError(
+            "--trunk, --profile and --context say what build has to fit.", "give --hf-path."
+        )
     store = load_saliency(Path(args.stats))
     planner = Planner(store, recipe_of(args))
     source = opened(args.source, args.revision) if args.source else None
@@ -140,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
         if note := only_sizes(store):
             say(note)
     plan = chosen(args, planner, source)
-    write_file(Path(args.out), plan.to_text().encode())
+    write_file(out, plan.to_text().encode())
     if args.json:
         counts = {str(layer): len(kept.keep) for layer, kept in sorted(plan.layers.items())}
         identity = {"version": 1, "plan": args.out, "sha256": plan.sha256}
@@ -163,10 +169,11 @@ def chosen(args: argparse.Namespace, planner: Planner, source: Source | None) ->
                 "give one of --keep, --ratio, --target-size and --fit.",
             )
         plan = planner.cut(keep, args.first)
-        return with_size(plan, source, profile_of(args), args.context)[0] if source else plan
+        context = args.context or CONTEXT
+        return with_size(plan, source, profile_of(args), context)[0] if source else plan
     if source is None:
         raise UsageError("--target-size and --fit need the checkpoint's sizes.", "give --hf-path.")
-    if args.first or (keep and args.mode != "graded"):
+    if args.first or (keep is not None and args.mode != "graded"):
         raise UsageError(
             f"{'--first' if args.first else '--keep and --ratio'} can't be said together with "
             "--target-size or --fit, which look for it."
@@ -200,7 +207,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 def kept_of(args: argparse.Namespace, store: Saliency) -> int | None:
     """Experts a layer, if they were said."""
     if args.ratio is None:
-        return int(args.keep) if args.keep else None
+        return None if args.keep is None else int(args.keep)
     return int(round(store.n_experts * (1 - args.ratio)) // args.multiple * args.multiple)
 
 
@@ -210,7 +217,7 @@ def limit_of(args: argparse.Namespace) -> Limit | None:
 
     if args.target_size is None and args.fit is None:
         return None
-    return Limit(args.target_size, args.fit, args.context)
+    return Limit(args.target_size, args.fit, args.context or CONTEXT)
 
 
 def profile_of(args: argparse.Namespace) -> Profile:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kimi_k3_mlx.cli._options import Parser, common_options, count, folder, positive
 from kimi_k3_mlx.cli._output import say, table, write, write_json
+from kimi_k3_mlx.cli._runs import checked_out, files_of
 from kimi_k3_mlx.cli.calibrate import tokenizer
 from kimi_k3_mlx.cli.compare import interval_text, source_text
 from kimi_k3_mlx.errors import UsageError
@@ -63,6 +64,12 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Read the prompts, continue them, count."""
+    out = checked_out(args.out, files_of(args.text)) if args.out else None
+    for build in (args.model, args.reference or args.model):
+        if not (build / "config.json").is_file():
+            raise UsageError(
+                f"{build} is not a build: it has no config.json.", "make one: kimi-k3 convert"
+            )
     # transformers warns that it does not know K3; only its tokenizer is used.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from kimi_k3_mlx.reap.probe import summarize
@@ -78,10 +85,10 @@ def run(args: argparse.Namespace) -> None:
         other_texts, reference = probed(args, args.reference, corpus)
         value |= {"reference": str(args.reference)}
     value["rows"] = summarize(corpus.sources, chosen, found, reference)
-    if args.out:
+    if out:
         shown = {"model": texts} | ({"reference": other_texts} if reference else {})
         said = value | {"continuations": shown}
-        write_file(Path(args.out), (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode())
+        write_file(out, (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode())
     if args.json:
         write_json(value)
     else:
@@ -96,7 +103,7 @@ def read_prompts(args: argparse.Namespace) -> Corpus:
 
     corpus = load_corpus(
         parse_specs(args.text),
-        tokenizer(args.model),
+        tokenizer(args.model, "convert it again, with its tokenizer."),
         seq_len=args.prompt_tokens,
         tokens_per_document=args.prompt_tokens,
         seed=args.seed,

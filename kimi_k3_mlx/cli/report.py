@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kimi_k3_mlx.cli._options import Parser, common_options, positive, read_prune_plan
 from kimi_k3_mlx.cli._output import say, write_json
+from kimi_k3_mlx.cli._runs import short_names
 from kimi_k3_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,14 +77,3 @@ def plans_of(args: argparse.Namespace, store: Saliency) -> list[NamedPlan]:
         raise UsageError("there is nothing to judge.", "give plans with --plan, or --keep N.")
     recipe = Recipe(criterion=args.criterion or "reap", floor=store.top_k)
     return [NamedPlan(f"best {args.keep}", Planner(store, recipe).cut(args.keep))]
-
-
-def short_names(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Each file's name without its ending, or the whole path where two would be called the same."""
-    if twice := [path for path in paths if paths.count(path) > 1]:
-        raise UsageError(f"{twice[0]} is given twice.")
-    stems = [Path(path).stem for path in paths]
-    return [
-        (stem if stems.count(stem) == 1 else path, path)
-        for stem, path in zip(stems, paths, strict=True)
-    ]

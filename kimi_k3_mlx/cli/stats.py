@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_k3_mlx.cli._options import Parser, common_options
-from kimi_k3_mlx.cli._output import table, write, write_json
+from kimi_k3_mlx.cli._output import say, table, write, write_json
+from kimi_k3_mlx.cli._runs import checked_out
 from kimi_k3_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,15 +41,19 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Load, merge if asked, and show."""
-    from kimi_k3_mlx.reap.saliency import load_saliency, merge
+    from kimi_k3_mlx.reap.saliency import load_saliency, merge, shared_files
 
     check(args)
+    out = checked_out(args.out, args.files) if args.out else None
     stores = [load_saliency(Path(file)) for file in args.files]
     store = stores[0]
     for other in stores[1:]:
+        shared = shared_files(store, other)
         store = merge(store, other)
-    if args.out:
-        store.save(Path(args.out))
+        if shared:
+            say(f"warning: two of them read {', '.join(shared)}: what both took counts twice.")
+    if out:
+        store.save(out)
     if args.json:
         lacks = {"unmeasured": list(store.unmeasured)}
         found = {"by_source": by_source(store)} | never_routed(store) | lacks

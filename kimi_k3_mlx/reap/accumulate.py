@@ -1,6 +1,6 @@
 """Adds up what the experts of each layer did with tagged tokens.
 
-Input: norms, dots and gates of routed pairs (`reap.pairs.observe`). Output: the sums that a
+Input: norms, dots and gates of routed pairs (`reap.calibrate.measure`). Output: the sums that a
 `reap.saliency.Saliency` keeps. Nothing here ranks experts or runs a model.
 """
 

@@ -25,7 +25,7 @@ from kimi_k3_mlx.reap.overlap import (
     source_scores,
     split_half,
 )
-from kimi_k3_mlx.reap.saliency import Saliency
+from kimi_k3_mlx.reap.saliency import Saliency, shared_files
 from kimi_k3_mlx.schema import Json
 
 
@@ -94,6 +94,7 @@ def pair_flips(small: NamedStore, big: NamedStore, changed: int, half: Halves | 
     return {
         "stores": [small.name, big.name],
         "nested": shared > 0,
+        "shared_files": list(shared_files(small.store, big.store)),
         "flips": changed,
         "noise": expected,
         "ratio": changed / expected if expected else None,

@@ -13,10 +13,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
 from kimi_k3_mlx.reap.corpus import Corpus
 from kimi_k3_mlx.reap.pairs import Array
 from kimi_k3_mlx.reap.saliency import MAXIMA, Saliency, State
+from kimi_k3_mlx.reap.sight import embedder_of
 from kimi_k3_mlx.schema import Progress, silent
 from kimi_k3_mlx.stream.budget import Batch
 from kimi_k3_mlx.stream.engine import Lane, run_stream
@@ -37,9 +39,12 @@ def calibrate(
 ) -> Saliency:
     """Route the corpus through the whole model and add up what its experts did.
 
-    Raises as `open_layers` and `run_stream` do.
+    Raises as `open_layers`, `embedder_of` and `run_stream` do, and UsageError without a token.
     """
+    if not corpus.n_tokens:
+        raise UsageError("the corpus has no tokens: there is nothing to measure.")
     layers = open_layers(checkpoint)
+    embedder = embedder_of(checkpoint, corpus)
     observer = SaliencyObserver(layers, corpus)
     run_stream(
         layers,
@@ -51,6 +56,7 @@ def calibrate(
         fingerprint=corpus.sha256,
         spill=spill,
         logits=False,
+        embedder=embedder,
         progress=progress,
     )
     run = {"corpus": corpus.to_json(), "corpus_sha256": corpus.sha256}
@@ -127,7 +133,7 @@ class SaliencyObserver:
 
 
 def measure(gates: mx.array, outputs: mx.array) -> tuple[Array, Array, Array]:
-    """N, d [T, k] and ‖y‖² [T] of `reap.pairs.observe`, in float32 where the model computes.
+    """N, d [T, k] and ‖y‖² [T] of `reap.pairs`, in float32 where the model computes.
 
     gates [T, k], outputs [T, k, latent].
     """

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from kimi_k3_mlx.errors import KimiError, UsageError
 from kimi_k3_mlx.prune_plan import PrunePlan
-from kimi_k3_mlx.reap.corpus import Corpus
+from kimi_k3_mlx.reap.corpus import Corpus, CorpusSequence
+from kimi_k3_mlx.reap.scripts import IMAGE
+from kimi_k3_mlx.reap.sight import embedder_of
 from kimi_k3_mlx.schema import Progress, silent
 from kimi_k3_mlx.stream.budget import Batch
 from kimi_k3_mlx.stream.engine import Lane, check_lanes, run_stream
@@ -50,7 +52,7 @@ class Evaluation:
     document_sources: NDArray[np.int64] = field(repr=False)
     """Number of each document's source."""
     tokens: Array = field(repr=False)
-    """Tokens that were predicted [documents]: the first of each sequence is not."""
+    """Tokens that were predicted [documents]: not the first of a sequence, nor rows of pictures."""
     positions: Array = field(repr=False)
     """Tokens that went through the layers [documents]."""
     nll: Array = field(repr=False)
@@ -85,16 +87,17 @@ def evaluate(
 ) -> Evaluation:
     """Measure the parent and the plans on every sequence of the corpus.
 
-    Low banks of graded plans are evaluated as if they had all their bits. Raises as `open_layers`
-    and `run_stream` do, and UsageError for a corpus that predicts nothing.
+    Low banks of graded plans are evaluated as if they had all their bits. Raises as `open_layers`,
+    `embedder_of` and `run_stream` do, and UsageError for a corpus that predicts nothing.
     """
     if PARENT in plans:
         raise UsageError(f"a plan can't be called {PARENT!r}.", "rename its file.")
-    if not any(len(sequence) > 1 for sequence in corpus.sequences):
+    if not any(n_predicted(sequence) for sequence in corpus.sequences):
         raise UsageError("the text has no sequence of two tokens: nothing is predicted.")
     layers = open_layers(checkpoint)
     lanes = [Lane(PARENT), *(Lane(name, plan) for name, plan in plans.items())]
     check_lanes(layers, lanes)
+    embedder = embedder_of(checkpoint, corpus)
     observer = CostObserver(layers, corpus, list(plans.values()))
     run_stream(
         layers,
@@ -105,6 +108,7 @@ def evaluate(
         folder=folder,
         fingerprint=f"compare {corpus.sha256}",
         spill=spill,
+        embedder=embedder,
         progress=progress,
     )
     return by_document(checkpoint.id.headers_sha256, dict(plans), corpus, observer)
@@ -117,6 +121,7 @@ class CostObserver:
         args = layers.args
         self.layers = tuple(layer for layer in range(layers.n_layers) if args.is_moe(layer))
         self.n_plans, self.n_sequences = len(plans), len(corpus.sequences)
+        self._corpus = corpus
         self._kept = {
             layer: mx.array(kept_mask(plans, layer, args.num_experts)) for layer in self.layers
         }
@@ -153,12 +158,13 @@ class CostObserver:
         flat = logits.reshape(-1, logits.shape[-1])
         if lane == 0:
             self._parent = flat
-        values = predictions(flat, None if lane == 0 else self._parent, batch)
-        n_predicted = batch.lengths - 1
-        self._add("nll", lane, batch, values[0], n_predicted)
+        has_next = predicting(batch, self._corpus)
+        values = predictions(flat, None if lane == 0 else self._parent, batch, has_next)
+        sizes = has_next.sum(1)
+        self._add("nll", lane, batch, values[0], sizes)
         if lane:
             for name, value in zip(ENDS, values[1:], strict=True):
-                self._add(name, lane - 1, batch, value, n_predicted)
+                self._add(name, lane - 1, batch, value, sizes)
         self._done(lane)
 
     def state(self) -> dict[str, NDArray[Any]]:
@@ -210,14 +216,39 @@ def cosine(one: mx.array, other: mx.array) -> mx.array:
     return (one * other).sum(-1) / mx.maximum(norms, mx.finfo(mx.float32).smallest_normal)
 
 
-def predictions(flat: mx.array, parent: mx.array | None, batch: Batch) -> list[mx.array]:
-    """-log p(next), and with a parent KL and agreement, of every token that has a next one.
+def predicting(batch: Batch, corpus: Corpus) -> NDArray[np.bool_]:
+    """Which of [B, T] have a next token to predict: one that is no row of a picture."""
+    has_next = followed(batch)
+    for row, index in zip(has_next, batch.indices, strict=True):
+        scripts = corpus.sequences[index].scripts
+        row[: len(scripts) - 1] &= scripts[1:] != IMAGE
+    return has_next
 
-    flat, parent [B·T, vocabulary]; the values [n] go sequence after sequence. Only `PIECE` logits
-    are widened at once.
-    """
+
+def followed(batch: Batch) -> NDArray[np.bool_]:
+    """Which of [B, T] have a next token."""
     has_next = np.zeros(batch.mask.shape, np.bool_)
     has_next[:, :-1] = batch.mask[:, 1:]
+    return has_next
+
+
+def n_predicted(sequence: CorpusSequence) -> int:
+    """Tokens of a sequence that are predicted."""
+    return int(np.count_nonzero(sequence.scripts[1:] != IMAGE))
+
+
+def predictions(
+    flat: mx.array,
+    parent: mx.array | None,
+    batch: Batch,
+    has_next: NDArray[np.bool_] | None = None,
+) -> list[mx.array]:
+    """-log p(next), and with a parent KL and agreement, of every token that has a next one.
+
+    flat, parent [B·T, vocabulary]; has_next [B, T], or all that are followed by a token; the values
+    [n] go sequence after sequence. Only `PIECE` logits are widened at once.
+    """
+    has_next = followed(batch) if has_next is None else has_next
     places = np.flatnonzero(has_next)
     targets = batch.ids.ravel()[places + 1]
     rows = max(1, PIECE // flat.shape[-1])
@@ -275,12 +306,13 @@ def by_document(
         return np.stack([added(f"{layer}.{name}") for layer in observer.layers])
 
     lengths = corpus.lengths.astype(np.float64)
+    n_targets = list(map(n_predicted, corpus.sequences))
     return Evaluation(
         model=model,
         plans=plans,
         corpus=corpus,
         document_sources=sources,
-        tokens=np.bincount(owners, lengths - 1, len(sources)).astype(np.float64),
+        tokens=np.bincount(owners, n_targets, len(sources)).astype(np.float64),
         positions=np.bincount(owners, lengths, len(sources)).astype(np.float64),
         nll=added("nll"),
         kl=added("kl"),

@@ -1,7 +1,7 @@
 """The corpus of a calibration run: sequences of tokens, each tagged with all that is free to know.
 
 Input: specs of files and data sets, and K3's tokenizer. Output: a `Corpus`. Per sequence it has
-source, document and fold, per token script, role and position. The same specs and seed give the
+source, document and fold, per token script and role. The same specs and seed give the
 same corpus, byte for byte. Cutting neither loses nor doubles a token; what a cap or a budget leaves
 out is counted. Never runs a model, never writes a file.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,19 +21,17 @@ from kimi_k3_mlx.chat.pieces import ROLES
 from kimi_k3_mlx.errors import KimiError, UsageError
 from kimi_k3_mlx.reap.corpus_files import Origin, Raw, Spec, parse_specs, read_spec
 from kimi_k3_mlx.reap.corpus_warnings import CorpusWarning, find_warnings
+from kimi_k3_mlx.reap.pictures import Album, CorpusPicture, Rules
 from kimi_k3_mlx.reap.scripts import SCRIPTS, Encoder, Ids, Tagged, Tags
 from kimi_k3_mlx.reap.seen_text import corpus_marks
 from kimi_k3_mlx.schema import Json, canonical
 
 __all__ = [
-    "BUCKETS", "ROLES", "SCRIPTS", "Corpus", "CorpusSequence", "CorpusWarning", "Spec",
+    "ROLES", "SCRIPTS", "Corpus", "CorpusSequence", "CorpusWarning", "Spec",
     "load_corpus", "parse_specs",
 ]  # fmt: skip
 
 LONGEST = 32_768
-BUCKETS = ("<2k", "2-8k", ">8k")
-"""Where in its sequence a token stands."""
-BUCKET_STARTS = (2_048, 8_192)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +46,11 @@ class CorpusSequence:
     roles: Tags = field(repr=False)
     n_bytes: int
     """Bytes of UTF-8 that its tokens stand for."""
+    pictures: tuple[CorpusPicture, ...] = ()
+    """Those whose rows are its tokens of the script `image`, in order, each whole."""
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def buckets(self) -> Tags:
-        """The position bucket of each token."""
-        places = np.arange(len(self))
-        return np.searchsorted(BUCKET_STARTS, places, side="right").astype(np.uint8)
 
 
 class Options(NamedTuple):
@@ -109,20 +103,15 @@ class Corpus:
         """Tokens of each sequence."""
         return np.array([len(sequence) for sequence in self.sequences], np.int32)
 
-    @property
-    def token_sources(self) -> Tags:
-        """The source of every token, sequence after sequence."""
-        sources = np.array([sequence.source for sequence in self.sequences], np.uint8)
-        return np.repeat(sources, self.lengths)
-
     @cached_property
     def sha256(self) -> str:
-        """Identity of tokens, tags and folds, wherever the files lie."""
+        """Identity of tokens, tags, folds and pictures, wherever the files lie."""
         digest = hashlib.sha256(canonical([self.version, self.sources, SCRIPTS, ROLES]))
         for it in self.sequences:
             digest.update(canonical([it.source, it.document, it.fold, len(it)]))
             digest.update(it.tokens.astype("<i4").tobytes())
             digest.update(it.scripts.tobytes() + it.roles.tobytes())
+            digest.update("".join(picture.sha256 for picture in it.pictures).encode())
         return digest.hexdigest()
 
     @cached_property
@@ -134,19 +123,25 @@ class Corpus:
         return digest.hexdigest()
 
     @cached_property
-    def marks(self) -> dict[str, str]:
-        """What documents of each source are found again by, see `reap.seen_text`."""
+    def marks(self) -> Json:
+        """What text of each source is found again by, see `reap.seen_text`."""
         return corpus_marks(self)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Tokens by source and script; scripts that a source has none of are left out."""
-        table = np.zeros((len(self.sources), len(SCRIPTS)), np.int64)
-        for sequence in self.sequences:
-            table[sequence.source] += np.bincount(sequence.scripts, minlength=len(SCRIPTS))
-        rows = zip(self.sources, table.tolist(), strict=True)
+        return self._by_tag("scripts", SCRIPTS)
+
+    def role_counts(self) -> dict[str, dict[str, int]]:
+        """The same by source and role."""
+        return self._by_tag("roles", ROLES)
+
+    def _by_tag(self, field: str, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        table = np.zeros((len(self.sources), len(names)), np.int64)
+        for it in self.sequences:
+            table[it.source] += np.bincount(getattr(it, field), minlength=len(names))
         return {
-            source: {script: n for script, n in zip(SCRIPTS, row, strict=True) if n}
-            for source, row in rows
+            source: {name: n for name, n in zip(names, row, strict=True) if n}
+            for source, row in zip(self.sources, table.tolist(), strict=True)
         }
 
     def tokens_by_source(self) -> dict[str, int]:
@@ -177,9 +172,10 @@ class Corpus:
             "n_sequences": len(self.sequences),
             "n_documents": len(self.documents),
             "counts": self.counts(),
+            "roles": self.role_counts(),
             "n_bytes": self.bytes_by_source(),
             "left_out": self.left_out,
-            "marks": self.marks,
+            **self.marks,
         }
 
 
@@ -195,13 +191,15 @@ def load_corpus(
     thinking: bool = True,
     bos: bool = False,
     whole_texts: bool = False,
+    rules: Rules | None = None,
 ) -> Corpus:
     """Read, encode, choose and cut. A budget takes documents in an order that the seed decides.
 
     Text is cut into sequences of `seq_len` tokens, of a chat the last `seq_len` stay. `bos` puts
     `[BOS]` before each document of text, `thinking` keeps the reasoning of chats. Long texts of
     `.txt` files become documents of about a sequence each, unless `whole_texts`: then they stay
-    one, which matters where documents count as independent.
+    one, which matters where documents count as independent. Documents with pictures, which `rules`
+    are for, are one sequence; what is left of them has whole pictures.
     """
     options = Options(
         seq_len, tokens_per_source, tokens_per_document, seed, folds, thinking, bos, whole_texts
@@ -209,7 +207,8 @@ def load_corpus(
     check(options)
     # Four characters are about a token: a block of a long text makes about one sequence.
     n_chars = sys.maxsize if whole_texts else 4 * seq_len
-    origins = [read_spec(spec, n_chars, thinking=thinking) for spec in specs]
+    album = Album(rules, seq_len)
+    origins = [read_spec(spec, n_chars, thinking=thinking, album=album) for spec in specs]
     groups = by_source(origins)
     unknown = set(tokens_per_source) - set(groups) if isinstance(tokens_per_source, Mapping) else ()
     if unknown:
@@ -316,22 +315,23 @@ def encoded(raw: Raw, encoder: Encoder, bos: bool) -> Tagged:
         if raw.tokens:
             return encoder.tag(raw.tokens)
         starts = bos and not raw.is_chat and any(piece.text for piece in raw.pieces)
-        return encoder.encode((encoder.beginning(), *raw.pieces) if starts else raw.pieces)
+        tagged = encoder.encode((encoder.beginning(), *raw.pieces) if starts else raw.pieces)
+        return replace(tagged, pictures=raw.pictures)
     except KimiError as error:
         raise type(error)(f"{raw.id}: {error.message}", error.hint) from error
 
 
 def capped(whole: Tagged, raw: Raw, options: Options, room: int | None) -> Tagged:
     """The beginning of a text, or the end of a chat, that is within all limits."""
-    limits = (room, options.tokens_per_document, options.seq_len if raw.is_chat else None)
+    longest = options.seq_len if raw.is_chat or raw.pictures else None
+    limits = (room, options.tokens_per_document, longest)
     n_tokens = min([len(whole), *(limit for limit in limits if limit is not None)])
-    if raw.is_chat:
-        return whole.part(len(whole) - n_tokens, len(whole))
-    return whole.part(0, n_tokens)
+    return whole.tail(n_tokens) if raw.is_chat else whole.head(n_tokens)
 
 
 def cut(tagged: Tagged, seq_len: int, place: tuple[int, int, int]) -> Iterator[CorpusSequence]:
     """Sequences of `seq_len` tokens, the last one shorter, at a place: source, document, fold."""
     for begin in range(0, len(tagged), seq_len):
         it = tagged.part(begin, begin + seq_len)
-        yield CorpusSequence(*place, it.tokens, it.scripts, it.roles, int(it.n_bytes.sum()))
+        n_bytes = int(it.n_bytes.sum())
+        yield CorpusSequence(*place, it.tokens, it.scripts, it.roles, n_bytes, it.pictures)

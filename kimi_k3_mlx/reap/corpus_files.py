@@ -2,7 +2,7 @@
 
 Input: corpus specs, as `--corpus` takes them. Output: documents, not yet encoded, and where they
 come from: each file's SHA-256 or the data set's revision. Whatever is malformed is refused with its
-file and line. Everything is read before anything is chosen.
+file and line, pictures too. Everything is read before anything is chosen.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kimi_k3_mlx.chat.pieces import Piece
-from kimi_k3_mlx.chat.render import SEE_FORMAT, objects, render
-from kimi_k3_mlx.errors import HubError, UsageError
+from kimi_k3_mlx.chat.render import SEE_FORMAT, Picture, chat_pieces, objects, picture
+from kimi_k3_mlx.errors import HubError, KimiError, UsageError
+from kimi_k3_mlx.reap.pictures import Album, CorpusPicture
 from kimi_k3_mlx.schema import Json
 from kimi_k3_mlx.tensors.remote import explained, http_error
+from kimi_k3_mlx.vision.images import image_names
 
 LOCAL = re.compile(r"(?P<name>.+\.(?P<kind>txt|jsonl))(?:=(?P<tag>[^=]+))?")
 DATASET = re.compile(
@@ -31,6 +33,7 @@ DATASET = re.compile(
 GRAMMAR = "write file.txt, file.jsonl or name[subset](split):rows, each with =tag if you like."
 KINDS = ("text", "messages", "tokens")
 SHAPES = 'a document is {"text": "…"}, {"messages": […]} or {"tokens": […]}.'
+PAIR = 'write {"image": "a.png", "text": "…"}, or messages with parts {"type": "image", …}.'
 PAGE = re.compile(r"^\f\r?\n?", re.MULTILINE)
 """A line with one form feed, which separates documents in a text file."""
 PARAGRAPH = re.compile(r".*?\n[ \t\r]*\n|.+\Z", re.DOTALL)
@@ -68,7 +71,17 @@ class Raw(NamedTuple):
     id: str
     pieces: tuple[Piece, ...] = ()
     tokens: tuple[int, ...] = ()
+    pictures: tuple[CorpusPicture, ...] = ()
     is_chat: bool = False
+
+
+class Reading(NamedTuple):
+    """How documents are read."""
+
+    thinking: bool
+    album: Album
+    folder: Path | None = None
+    """Where paths of pictures begin."""
 
 
 class Origin(NamedTuple):
@@ -101,14 +114,15 @@ def parse_spec(item: str, where: str) -> Spec:
     return Spec(item, "dataset", match["name"], match["subset"], split, rows, match["tag"])
 
 
-def read_spec(spec: Spec, n_chars: int, *, thinking: bool) -> Origin:
+def read_spec(spec: Spec, n_chars: int, *, thinking: bool, album: Album) -> Origin:
     """All documents of a spec; long text files are cut at blank lines, about every `n_chars`."""
     if spec.kind == "dataset":
-        return read_dataset(spec, thinking)
-    data = read_bytes(Path(spec.name).expanduser())
+        return read_dataset(spec, Reading(thinking, album))
+    path = Path(spec.name).expanduser()
+    data = read_bytes(path)
     text = decode(data, spec.name)
     if spec.kind == "jsonl":
-        read = json_documents(spec, text, thinking)
+        read = json_documents(spec, text, Reading(thinking, album, path.parent))
     else:
         read = text_documents(spec, text, n_chars)
     sha256 = hashlib.sha256(data).hexdigest()
@@ -153,7 +167,7 @@ def split_text(text: str, n_chars: int) -> list[str]:
     return [*blocks, block] if block else blocks
 
 
-def json_documents(spec: Spec, text: str, thinking: bool) -> Iterator[Raw]:
+def json_documents(spec: Spec, text: str, how: Reading) -> Iterator[Raw]:
     """The documents of a JSONL file, one a line; blank lines are none."""
     # Not splitlines: a line separator of Unicode may stand in a JSON string.
     for number, line in enumerate(text.split("\n"), 1):
@@ -165,12 +179,12 @@ def json_documents(spec: Spec, text: str, thinking: bool) -> Iterator[Raw]:
         except (ValueError, RecursionError) as error:
             reason = str(error).replace("line 1 column", "column")
             raise UsageError(f"{where} is not JSON: {reason}.", SHAPES) from error
-        raw = document(row, where, thinking)
+        raw = document(row, where, how)
         name = raw.id or f"{Path(spec.name).name}:{number}"
         yield raw._replace(source=spec.tag or raw.source or spec.source, id=name)
 
 
-def document(row: Any, where: str, thinking: bool) -> Raw:
+def document(row: Any, where: str, how: Reading) -> Raw:
     """A document from a JSON object; without `source` or `id` these are empty."""
     if not isinstance(row, dict):
         raise UsageError(f"{where} is a {type(row).__name__}, not an object.", SHAPES)
@@ -183,14 +197,14 @@ def document(row: Any, where: str, thinking: bool) -> Raw:
         )
     source, name = label(row, "source", where), label(row, "id", where)
     try:
-        pieces, tokens = parts(row, kinds[0], thinking)
-        for piece in pieces:
+        raw = parts(row, kinds[0], how)
+        for piece in raw.pieces:
             piece.text.encode()
-    except UsageError as error:
-        raise UsageError(f"{where}: {error.message}", error.hint) from error
+    except KimiError as error:
+        raise type(error)(f"{where}: {error.message}", error.hint) from error
     except UnicodeEncodeError as error:
         raise UsageError(f"{where} has half a surrogate pair: it is not text.") from error
-    return Raw(source, name, pieces, tokens, kinds[0] == "messages")
+    return raw._replace(source=source, id=name)
 
 
 def label(row: Json, key: str, where: str) -> str:
@@ -203,24 +217,47 @@ def label(row: Json, key: str, where: str) -> str:
     return str(value)
 
 
-def parts(row: Json, kind: str, thinking: bool) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
-    """The pieces, or the tokens, of a row."""
-    value = row[kind]
+def parts(row: Json, kind: str, how: Reading) -> Raw:
+    """The pieces and pictures, or the tokens, of a row."""
+    value, image = row[kind], row.get("image")
     if kind == "text":
         if not isinstance(value, str):
             raise UsageError(f"`text` is a {type(value).__name__}.", SHAPES)
-        return (Piece(value),), ()
+        return Raw("", "", (Piece(value),)) if image is None else pair(image, value, how)
+    if image is not None:
+        raise UsageError(f"it has an `image` beside `{kind}`.", PAIR)
     if not isinstance(value, list):
         raise UsageError(f"`{kind}` is a {type(value).__name__}, not a list.", SEE_FORMAT)
     if kind == "messages":
-        return render(value, tools=objects(row, "tools"), thinking=thinking), ()
+        return conversation(value, objects(row, "tools"), how)
     wrong = [item for item in value if type(item) is not int or item < 0]
     if wrong:
         raise UsageError(f"`tokens` has {wrong[0]!r}, which is no token id.", SHAPES)
-    return (), tuple(value)
+    return Raw("", "", tokens=tuple(value))
 
 
-def read_dataset(spec: Spec, thinking: bool) -> Origin:
+def pair(image: object, text: str, how: Reading) -> Raw:
+    """A picture, and the text after it."""
+    found = how.album.picture(image, how.folder)
+    return Raw("", "", (*picture(shown(found), "none"), Piece(text)), pictures=(found,))
+
+
+def conversation(messages: list[Any], tools: list[Json], how: Reading) -> Raw:
+    """A conversation, in which pictures may stand."""
+    pictures = tuple(how.album.picture(name, how.folder) for name in image_names(messages))
+    pieces = chat_pieces(
+        messages, tools=tools, thinking=how.thinking, images=list(map(shown, pictures)),
+        add_generation_prompt=False,
+    )  # fmt: skip
+    return Raw("", "", pieces, pictures=pictures, is_chat=True)
+
+
+def shown(found: CorpusPicture) -> Picture:
+    """A picture as the renderer takes it, with a placeholder for each row."""
+    return Picture(found.width, found.height, found.n_rows)
+
+
+def read_dataset(spec: Spec, how: Reading) -> Origin:
     """The first rows of a data set, at the revision that is newest now."""
     module = datasets_module(spec)
     revision = revision_of(spec)
@@ -228,7 +265,7 @@ def read_dataset(spec: Spec, thinking: bool) -> Origin:
     for number, row in enumerate(rows_of(module, spec, revision)):
         # A data set's column `source` is often a URL: one source for each row.
         row = {key: value for key, value in row.items() if key != "source"}
-        raw = document(row, f"{spec.text}, row {number}", thinking)
+        raw = document(row, f"{spec.text}, row {number}", how)
         documents.append(raw._replace(source=spec.source, id=raw.id or f"{spec.name}:{number}"))
     record = {**asdict(spec), "revision": revision, "n_rows": len(documents)}
     return Origin(spec, tuple(documents), record)

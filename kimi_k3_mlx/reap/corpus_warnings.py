@@ -6,7 +6,7 @@ with a level and the source that it is about. Nothing is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -17,6 +17,9 @@ RED_PAIRS, AMBER_PAIRS = 200, 1_000
 """Fewer (token, expert) pairs than this, for an expert of average load, are too few."""
 SKEW = 1.5
 """Ratio of a source's share of the tokens to its share of the bytes from which it is said."""
+
+FOLD_SKEW = 3
+"""A source's fold with so many times the tokens of another makes noise look like difference."""
 
 Level = Literal["red", "amber", "note"]
 LEVELS: tuple[Level, ...] = ("red", "amber", "note")
@@ -39,7 +42,7 @@ def find_warnings(corpus: Corpus, n_experts: int, top_k: int) -> tuple[CorpusWar
         *shortage_warnings(corpus),
         *fold_warnings(corpus),
         *loss_notes(corpus),
-        CorpusWarning("note", "", "there are no images: vision experts are not measured"),
+        *image_notes(corpus),
     ]
     return tuple(sorted(found, key=lambda warning: LEVELS.index(warning.level)))
 
@@ -61,10 +64,12 @@ def support_warnings(corpus: Corpus, n_experts: int, top_k: int) -> Iterator[Cor
 
 
 def share_warnings(corpus: Corpus) -> Iterator[CorpusWarning]:
-    """Sources that are much more, or much less, of the tokens than of the bytes."""
+    """Sources whose text is much more, or much less, of the tokens than of the bytes."""
     n_bytes = corpus.bytes_by_source()
-    all_bytes, all_tokens = sum(n_bytes.values()), corpus.n_tokens
-    for source, n_tokens in corpus.tokens_by_source().items():
+    counts = corpus.counts().items()
+    text_tokens = {name: sum(row.values()) - row.get("image", 0) for name, row in counts}
+    all_bytes, all_tokens = sum(n_bytes.values()), sum(text_tokens.values())
+    for source, n_tokens in text_tokens.items():
         if not n_tokens or not n_bytes[source]:
             continue
         of_bytes, of_tokens = n_bytes[source] / all_bytes, n_tokens / all_tokens
@@ -87,14 +92,30 @@ def shortage_warnings(corpus: Corpus) -> Iterator[CorpusWarning]:
 
 
 def fold_warnings(corpus: Corpus) -> Iterator[CorpusWarning]:
-    """Sources with fewer documents than folds: what the folds say of noise is not to be had."""
+    """Sources whose folds are empty or one-sided: what they say of noise is not to be had."""
     documents: dict[int, set[int]] = {}
+    tokens: dict[int, list[int]] = {}
     for sequence in corpus.sequences:
         documents.setdefault(sequence.source, set()).add(sequence.document)
+        of_source = tokens.setdefault(sequence.source, [0] * corpus.options.folds)
+        of_source[sequence.fold] += len(sequence)
     for source, members in documents.items():
         if len(members) < corpus.options.folds:
             message = f"{len(members)} documents do not fill {corpus.options.folds} folds"
             yield CorpusWarning("amber", corpus.sources[source], message)
+        elif one_sided(tokens[source]):
+            yield CorpusWarning("amber", corpus.sources[source], folds_text(tokens[source]))
+
+
+def one_sided(folds: Sequence[int]) -> bool:
+    """Whether one fold of a source has several times the tokens of another."""
+    return bool(folds) and max(folds) > FOLD_SKEW * min(folds)
+
+
+def folds_text(folds: Sequence[int]) -> str:
+    """What to know of one-sided folds."""
+    shown = " and ".join(f"{n:,}" for n in folds)
+    return f"folds of {shown} tokens: too uneven to say what is noise"
 
 
 def loss_notes(corpus: Corpus) -> Iterator[CorpusWarning]:
@@ -105,3 +126,9 @@ def loss_notes(corpus: Corpus) -> Iterator[CorpusWarning]:
             yield CorpusWarning("note", source, message)
         if lost["empty"]:
             yield CorpusWarning("note", source, f"{lost['empty']:,} documents are empty")
+
+
+def image_notes(corpus: Corpus) -> Iterator[CorpusWarning]:
+    """That no token of a picture is there."""
+    if not any("image" in row for row in corpus.counts().values()):
+        yield CorpusWarning("note", "", "there are no images: vision experts are not measured")

@@ -20,8 +20,8 @@ from kimi_k3_mlx.schema import Json
 NOT_MEASURED = (
     "loops and early ends of generated text: kimi-k3 probe",
     "what fewer bits of a low bank, or of the trunk, cost: lanes have the parent's own weights",
-    "images",
 )
+NO_IMAGES = "images: the text has none"
 
 
 class Costs:
@@ -122,6 +122,7 @@ class Costs:
     def to_json(self) -> Json:
         """Everything that can be said, and the sums of each document; source null: all text."""
         it = self.evaluation
+        has_images = any("image" in row for row in it.corpus.counts().values())
         return {
             "version": 1,
             "model": it.model,
@@ -140,7 +141,7 @@ class Costs:
                 for one, other in combinations(it.plans, 2)
             ],
             "documents": self._documents(),
-            "not_measured": list(NOT_MEASURED),
+            "not_measured": [*NOT_MEASURED, *([] if has_images else [NO_IMAGES])],
         }
 
     def _row(self, lane: str, source: str | None) -> Json:

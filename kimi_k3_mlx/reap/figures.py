@@ -106,7 +106,8 @@ def overlap_text(found: Json) -> str:
     return (
         f"Experts that two sources' own best {found['keep']} of a layer have in common, by "
         f"{found['criterion']} = {found['formula']}; chance is {100 * found['chance']:.0f} %. On "
-        "the diagonal, two halves of one source's tokens: what noise leaves at best."
+        "the diagonal, two halves of one source's tokens: noisier than the pairs, since halves are "
+        "half as large, and no upper bound."
     )
 
 
@@ -124,7 +125,7 @@ def overlap(found: Json) -> Figure:
         axes.add_patch(_frame(at))
     axes.set_title(
         f"Experts that two sources both choose; white: chance ({100 * found['chance']:.0f} %)\n"
-        "framed: a source's two halves, the most that its noise allows"
+        "framed: a source's two halves (half as many tokens: no upper bound)"
     )
     return figure
 

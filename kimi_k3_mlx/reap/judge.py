@@ -22,6 +22,7 @@ from kimi_k3_mlx.reap.criteria import (
     mix_of,
     scores,
     standard_errors,
+    super_experts,
 )
 from kimi_k3_mlx.reap.overlap import held_out
 from kimi_k3_mlx.reap.pairs import Array
@@ -31,6 +32,8 @@ from kimi_k3_mlx.schema import Json
 
 UNSAID = "reap"
 """The criterion by which a plan is judged that doesn't say by which it was chosen."""
+MAX_WEIGHT = 1e100
+"""Of a source: sums of more might not be finite."""
 POINTS = 33
 """Of the curves of retained mass."""
 
@@ -67,14 +70,25 @@ def judge(store: Saliency, item: NamedPlan) -> Judged:
             "give the statistics of the plan's model with --stats.",
         )
     own = CRITERIA.get(str(object_in(said.get("criterion")).get("name")))
-    weights = object_in(said.get("weights"))
-    mix = np.array([float(weights.get(source, 0)) for source in store.sources])
+    mix = np.array([weight_of(source, item) for source in store.sources])
     mix = np.where(store.tokens > 0, mix, 0)
     mix = mix / mix.sum() if mix.sum() > 0 else mix_of(store)
     kept = np.zeros((len(store.layers), store.n_experts), bool)
     for row, layer in enumerate(store.layers):
         kept[row, list(plan.layers[layer].keep)] = True
     return Judged(name, plan, own or CRITERIA[UNSAID], own is not None, mix, kept)
+
+
+def weight_of(source: str, item: NamedPlan) -> float:
+    """What the plan weighs a source by, 0 if it doesn't say; UsageError for what is no weight."""
+    weight = object_in(item.plan.chosen_by.get("weights")).get(source, 0)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 <= weight <= MAX_WEIGHT:
+        raise UsageError(
+            f"plan {item.name}: chosen_by.weights.{source} is {weight!r}, which is no weight.",
+            "cut the plan again: kimi-k3 plan",
+        )
+    return float(weight)
 
 
 def object_in(value: object) -> Json:
@@ -98,7 +112,7 @@ def plan_json(store: Saliency, item: Judged) -> Json:
     counts = item.kept.sum(1)
     values = scores(store, item.criterion, item.mix)
     errors = standard_errors(store, item.criterion, item.mix)
-    near = None if errors is None else near_the_cut(values, errors, counts)
+    near = None if errors is None else near_the_cut(values, errors, item.kept, forced(store, item))
     retained = retained_json(store, item, counts)
     return {
         "name": item.name,
@@ -123,6 +137,21 @@ def plan_json(store: Saliency, item: Judged) -> Json:
             "ambiguous": None if near is None else near.sum(1).tolist(),
         },
     }
+
+
+def forced(store: Saliency, item: Judged) -> Mask:
+    """Experts that the plan says it keeps whatever their score."""
+    guards = object_in(item.plan.chosen_by.get("protections"))
+    found = np.zeros_like(item.kept)
+    listed = object_in(guards.get("listed"))
+    for row, layer in enumerate(store.layers):
+        experts = listed.get(str(layer))
+        numbers = [it for it in experts if isinstance(it, int)] if isinstance(experts, list) else []
+        found[row] = np.isin(np.arange(store.n_experts), numbers)
+    outlying = object_in(guards.get("super_experts")).get("protected") is True
+    if outlying and "norm_max" in store.arrays:
+        found |= super_experts(store, item.mix)
+    return found & item.kept
 
 
 def partners(store: Saliency, kept: Mask) -> Json | None:

@@ -75,9 +75,11 @@ def source_scores(store: Saliency, criterion: Criterion) -> Array:
     return np.stack([scores(store, criterion, alone) for alone in np.eye(len(store.sources))])
 
 
-def pooled_choice(store: Saliency, criterion: Criterion, keep: int) -> Mask:
-    """What all tokens together choose."""
-    return best(scores(store, criterion, mix_of(store)), keep)
+def pooled_choice(
+    store: Saliency, criterion: Criterion, keep: int, mix: Array | None = None
+) -> Mask:
+    """What all tokens together choose; their sources weigh as in `mix`, else by their tokens."""
+    return best(scores(store, criterion, mix_of(store) if mix is None else mix), keep)
 
 
 def overlap(one: Mask, other: Mask) -> Overlap | None:
@@ -108,7 +110,8 @@ def split_half(store: Saliency, criterion: Criterion, keep: int) -> Halves | Non
     parts = halves(store, criterion)
     if parts is None:
         return None
-    choices = [pooled_choice(part, criterion, keep) for part in parts]
+    # Both weigh the sources as the whole does: else the halves' mixes would differ, not the noise.
+    choices = [pooled_choice(part, criterion, keep, mix_of(store)) for part in parts]
     tokens = float(parts[0].tokens.sum()), float(parts[1].tokens.sum())
     return Halves(flips(*choices), tokens)
 

@@ -1,6 +1,6 @@
 """What one routed pair of token and expert says: the formulas, on numpy arrays.
 
-Input: the taps of a MoE layer. Output: norms, dots and values, [tokens, k]. Nothing is added up.
+Input: gates, norms and dots of a MoE layer, [tokens, k]. Output: values. Nothing is added up.
 
 g is the weight that the model mixes with (sigmoid, renormalised, without the selection bias),
 N = ‖e‖ the norm of the expert's output in the latent space, before the latent norm, c = gN,
@@ -19,7 +19,6 @@ Array = NDArray[np.float64]
 GRID = 2.0**36
 NOTHING = 1e-13
 """What rounding leaves of ‖y′‖²/‖y‖² when y′ is zero."""
-TOKENS_AT_ONCE = 64
 
 
 def short(values: Array) -> Array:
@@ -30,29 +29,6 @@ def short(values: Array) -> Array:
 def fixed(values: Array) -> Array:
     """Values of a natural scale in steps of 2⁻³⁶: they add up exactly to 131,072."""
     return np.round(np.asarray(values, np.float64) * GRID) / GRID
-
-
-def observe(
-    experts: NDArray[np.integer], router_weights: Array, expert_output: Array
-) -> tuple[Array, Array, Array]:
-    """N, d [T, k] and ‖y‖² [T] from taps: experts, weights [T, k], outputs [T, k, latent].
-
-    Slots are added by ascending expert, so that the order in which they were selected is no matter.
-    """
-    norms, dots = np.zeros(experts.shape), np.zeros(experts.shape)
-    y_squares = np.zeros(len(experts))
-    for begin in range(0, len(experts), TOKENS_AT_ONCE):
-        part = slice(begin, begin + TOKENS_AT_ONCE)
-        order = np.argsort(experts[part], axis=1, kind="stable")
-        gates = np.take_along_axis(np.asarray(router_weights[part], np.float64), order, 1)
-        outputs = np.asarray(expert_output[part], np.float64)
-        outputs = np.take_along_axis(outputs, order[..., None], 1)
-        y = np.einsum("tk,tkd->td", gates, outputs)
-        squares = np.einsum("tkd,tkd->tk", outputs, outputs)
-        np.put_along_axis(norms[part], order, np.sqrt(squares), 1)
-        np.put_along_axis(dots[part], order, gates * np.einsum("tkd,td->tk", outputs, y), 1)
-        y_squares[part] = np.einsum("td,td->t", y, y)
-    return norms, dots, y_squares
 
 
 def co_selected(experts: NDArray[np.integer], n_experts: int) -> NDArray[np.int64]:

@@ -17,7 +17,6 @@ from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.profile import EXPERT_BITS, EXPERT_GROUPS
 from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan, check_plan
 from kimi_k3_mlx.reap.criteria import (
-    Z95,
     Mask,
     Masses,
     criterion_named,
@@ -28,6 +27,7 @@ from kimi_k3_mlx.reap.criteria import (
 )
 from kimi_k3_mlx.reap.pairs import Array
 from kimi_k3_mlx.reap.saliency import Saliency
+from kimi_k3_mlx.reap.shape import near_the_cut
 from kimi_k3_mlx.schema import Json, Quantization
 
 MODES = ("uniform", "per-layer", "graded")
@@ -110,7 +110,7 @@ class Planner:
 
         Raises UsageError when the recipe's floor, protections or multiple forbid it.
         """
-        self._check_keep(keep)
+        self.check_keep(keep)
         cut = self._most_even(keep) if self.recipe.objective == "max-min" else None
         cut = cut or self._choose(self.mix, keep)
         first = self._checked_first(keep, first)
@@ -240,16 +240,14 @@ class Planner:
         rows = np.flatnonzero(cut.counts < n_experts)
         if errors is None or not len(rows):
             return found if errors is None else found | {"ambiguous": 0, "ambiguous_kept": 0}
-        last, next_one = (cut.order[rows, cut.counts[rows] + side] for side in (-1, 0))
-        border = (cut.scores[rows, last] + cut.scores[rows, next_one]) / 2
-        near = np.abs(cut.scores[rows] - border[:, None]) < Z95 * errors[rows]
-        near &= ~self.forced[rows]
+        near = near_the_cut(cut.scores, errors, cut.kept, self.forced)
+        last = cut.order[rows, cut.counts[rows] - 1]
         own = cut.scores[rows, last]
         relative = np.divide(errors[rows, last], own, out=np.zeros_like(own), where=own > 0)
         return found | {
             "standard_error": float(np.median(relative)),
             "ambiguous": int(near.sum()),
-            "ambiguous_kept": int((near & cut.kept[rows]).sum()),
+            "ambiguous_kept": int((near & cut.kept).sum()),
             "of": AT_THE_CUT,
         }
 
@@ -280,15 +278,17 @@ class Planner:
             )
         return floor
 
-    def _check_keep(self, keep: int) -> None:
+    def check_keep(self, keep: int) -> None:
+        """Raise UsageError when the recipe forbids to keep so many."""
         store, multiple = self.store, self.recipe.multiple
         if keep > store.n_experts:
             raise UsageError(f"keep is {keep}, but the layers have {store.n_experts} experts.")
+        can_be_lower = self.floor > store.top_k
         if keep < self.floor:
             raise UsageError(
                 f"keep is {keep}, below the floor of {self.floor} experts a layer "
                 f"(top-k is {store.top_k}).",
-                "keep more, or lower it with --floor.",
+                "keep more" + (", or cut a plan: kimi-k3 plan --floor" if can_be_lower else ""),
             )
         if keep % multiple:
             raise UsageError(f"keep is {keep}, not a multiple of {multiple}.")

@@ -13,7 +13,14 @@ import numpy as np
 
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.reap.agree import NamedStore, all_flips, overlaps
-from kimi_k3_mlx.reap.corpus_warnings import AMBER_PAIRS, LEVELS, RED_PAIRS, SKEW
+from kimi_k3_mlx.reap.corpus_warnings import (
+    AMBER_PAIRS,
+    LEVELS,
+    RED_PAIRS,
+    SKEW,
+    folds_text,
+    one_sided,
+)
 from kimi_k3_mlx.reap.judge import NamedPlan, curves, judge, object_in, plan_json
 from kimi_k3_mlx.reap.saliency import FOLD_TOKENS, Saliency
 from kimi_k3_mlx.reap.shape import support
@@ -85,6 +92,7 @@ def sources(store: Saliency) -> list[Json]:
     corpora = [object_in(run.get("corpus")) for run in store.runs]
     known = all("counts" in corpus for corpus in corpora) and bool(corpora)
     drawn = store.arrays.get("sequences")
+    folds = store.arrays.get(FOLD_TOKENS)
     found = []
     for number, name in enumerate(store.sources):
         scripts: dict[str, int] = {}
@@ -96,6 +104,7 @@ def sources(store: Saliency) -> list[Json]:
                 "name": name,
                 "tokens": int(store.tokens[number]),
                 "sequences": None if drawn is None else int(drawn[number, 0]),
+                "folds": [] if folds is None else folds[:, number, 0].astype(int).tolist(),
                 "bytes": sum(object_in(corpus.get("n_bytes")).get(name, 0) for corpus in corpora),
                 "scripts": scripts if known else None,
                 "pairs": support(np.asarray(store.arrays["pairs"][number])),
@@ -113,17 +122,25 @@ def warnings(report: Json) -> Iterator[Json]:
 def source_warnings(report: Json) -> Iterator[Json]:
     """Sources with too few tokens, with one-sided folds, with many tokens for their bytes."""
     rows = [row for row in report["sources"] if row["tokens"]]
-    all_tokens = sum(row["tokens"] for row in rows)
+    all_tokens = sum(row["tokens"] - image_tokens(row) for row in rows)
     all_bytes = sum(row["bytes"] for row in rows)
     for row in rows:
         about, pairs = row["name"], row["pairs"]["mean"]
         if pairs < AMBER_PAIRS:
             message = f"{pairs:,.0f} pairs for the average expert, {AMBER_PAIRS:,} wanted"
             yield warning("red" if pairs < RED_PAIRS else "amber", about, message)
-        of_bytes, of_tokens = row["bytes"] / max(all_bytes, 1), row["tokens"] / all_tokens
+        if one_sided(row["folds"]):
+            yield warning("amber", about, folds_text(row["folds"]))
+        of_bytes = row["bytes"] / max(all_bytes, 1)
+        of_tokens = (row["tokens"] - image_tokens(row)) / max(all_tokens, 1)
         if of_bytes and not 1 / SKEW < of_tokens / of_bytes < SKEW:
             message = f"{of_bytes:.1%} of the bytes are {of_tokens:.1%} of the tokens"
             yield warning("amber", about, message)
+
+
+def image_tokens(row: Json) -> int:
+    """Tokens of a source that stood for pictures, as far as its corpora say."""
+    return int((row["scripts"] or {}).get("image", 0))
 
 
 def plan_warnings(report: Json) -> Iterator[Json]:
@@ -146,7 +163,8 @@ def not_measured(report: Json) -> Iterator[str]:
     """What a reader might take for granted, and should not."""
     yield "Perplexity, KL and agreement with the unpruned model: measure them with kimi-k3 compare."
     yield "Generation: loops and endings do not show in retained mass, see kimi-k3 probe."
-    yield "Images: calibration texts have none, so that vision experts are unmeasured."
+    if not any(map(image_tokens, report["sources"])):
+        yield "Images: no image token is on record, so that vision experts are unmeasured."
     for row in report["sources"]:
         if not row["tokens"]:
             yield f"Source {row['name']}: it has no tokens."

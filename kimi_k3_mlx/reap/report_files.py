@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.reap.figures import draw
@@ -32,6 +33,10 @@ def render(report: Json) -> dict[str, bytes]:
 
 def check_folder(out: Path) -> None:
     """Raise UsageError unless `out` is new, empty, or holds an earlier report and nothing else."""
+    if out.is_symlink() or out.name in ("", ".."):
+        raise UsageError(
+            f"{out} can't be replaced as a whole.", "give --out the report's own folder."
+        )
     if not out.exists():
         return
     if not out.is_dir():
@@ -45,16 +50,23 @@ def check_folder(out: Path) -> None:
 
 
 def write_folder(out: Path, files: dict[str, bytes]) -> None:
-    """Replace the folder, which `check_folder` allowed, by these files."""
-    new = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(new, ignore_errors=True)
-    for name, data in files.items():
-        path = new / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    if out.exists():
-        shutil.rmtree(out)
-    new.rename(out)
+    """Replace the folder, which `check_folder` must allow, by these files."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A folder of a new name beside it: nobody else's is touched, and a failure leaves none.
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made:
+        new = Path(made) / out.name
+        for name, data in files.items():
+            path = new / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.write_bytes(data)
+            except OSError as error:  # a full disk names no file
+                error.filename = str(out / name)
+                raise
+        check_folder(out)
+        if out.exists():
+            shutil.rmtree(out)
+        new.rename(out)
 
 
 def _files_of(path: Path) -> list[str]:

@@ -141,8 +141,8 @@ def overlap_section(report: Json) -> str:
         f"{found['formula']} (as many as {found['after']} keeps); experts in common over all "
         f"layers. Chance is {percent(found['chance'])}; z counts standard deviations of random "
         "choices (hypergeometric). On the diagonal, in bold, the choices of two halves of the "
-        "source's own tokens: samples of that size can't agree better, and what is above is noise."
-        "\n\n" + table(rows)
+        "source's own tokens. Halves are half as large as what the pairs are of, and so noisier: "
+        "the diagonal says how much is noise and is no upper bound for the pairs.\n\n" + table(rows)
     )
 
 
@@ -168,7 +168,9 @@ def flip_section(report: Json) -> str:
     rows = [["statistics", "tokens shared", "flips", "expected of sampling", "ratio"]]
     for pair in found["pairs"]:
         ratio = "not measured" if pair["ratio"] is None else f"{pair['ratio']:.1f}"
-        nested = "one is inside the other" if pair["nested"] else "none"
+        files = ", ".join(pair["shared_files"])
+        shared = f"unknown: both read {files}" if files else "none known"
+        nested = "one is inside the other" if pair["nested"] else shared
         counts = [flips_text(pair[what], slots) for what in ("flips", "noise")]
         rows.append([" and ".join(pair["stores"]), nested, *counts, ratio])
     return (

@@ -213,6 +213,12 @@ def merge(one: Saliency, other: Saliency) -> Saliency:
     return Saliency(one.model, sources, one.layers, one.n_experts, one.top_k, arrays, runs)
 
 
+def shared_files(one: Saliency, other: Saliency) -> tuple[str, ...]:
+    """Names of files that runs of both read, by their content, as far as it is on record."""
+    theirs = _files_read(other)
+    return tuple(name for sha256, name in _files_read(one).items() if sha256 in theirs)
+
+
 def state_shapes(
     n_sources: int, n_layers: int, n_experts: int, n_folds: int
 ) -> dict[str, tuple[int, ...]]:
@@ -234,6 +240,17 @@ def layer_axis(name: str) -> int:
 def joined(name: str, one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
     """Two values of an array merged."""
     return np.asarray(np.maximum(one, other) if name in MAXIMA else one + other)
+
+
+def _files_read(store: Saliency) -> dict[str, str]:
+    """Names of the files of the runs' corpora, by SHA-256."""
+    found: dict[str, str] = {}
+    for run in store.runs:
+        corpus = run.get("corpus")
+        for spec in corpus.get("specs", ()) if isinstance(corpus, dict) else ():
+            if "sha256" in spec:
+                found[spec["sha256"]] = spec["name"]
+    return found
 
 
 def _mapped(

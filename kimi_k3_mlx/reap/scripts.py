@@ -1,7 +1,8 @@
 """Encodes text to token ids and says in which script each token is written.
 
 Input: a byte-level tokenizer and `Piece`s or token ids. Output: ids with, for each, its script, its
-role and its number of bytes. A token that is part of a character has the script of the character.
+role and its number of bytes. A token that is part of a character has the script of the character;
+the rows of a picture have one of their own.
 Only pieces marked as control become control tokens; a tokenizer that can't keep them apart, or
 whose tokens don't spell the text to the byte, is refused.
 """
@@ -19,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kimi_k3_mlx.chat.encode import PieceEncoder
-from kimi_k3_mlx.chat.pieces import ROLES, Piece
+from kimi_k3_mlx.chat.pieces import MEDIA_PAD, ROLES, Piece
 from kimi_k3_mlx.errors import CheckpointError, UsageError
+from kimi_k3_mlx.reap.pictures import CorpusPicture
 from kimi_k3_mlx.schema import Json, canonical
 
 Ids = NDArray[np.int32]
@@ -28,15 +30,16 @@ Tags = NDArray[np.uint8]
 
 SCRIPTS = (
     "symbols", "digits", "letters", "latin", "greek", "cyrillic", "hebrew", "arabic",
-    "devanagari", "thai", "hangul", "kana", "han", "markup",
+    "devanagari", "thai", "hangul", "kana", "han", "markup", "image",
 )  # fmt: skip
 """Scripts by rank: a token with characters of several has the last one of them.
 
 `symbols` are punctuation, blanks and all that is no letter, `letters` those of any other script,
-`markup` control tokens and what the chat renderer writes around the text."""
+`markup` control tokens and what the chat renderer writes around the text, `image` placeholders that
+features of a picture take the place of."""
 
 SYMBOLS, DIGITS, LETTERS, LATIN, GREEK, CYRILLIC, HEBREW, ARABIC = range(8)
-DEVANAGARI, THAI, HANGUL, KANA, HAN, MARKUP = range(8, 14)
+DEVANAGARI, THAI, HANGUL, KANA, HAN, MARKUP, IMAGE = range(8, 15)
 
 BLOCKS = (
     (0x0000, SYMBOLS), (0x0030, DIGITS), (0x003A, SYMBOLS), (0x0041, LATIN), (0x005B, SYMBOLS),
@@ -78,14 +81,43 @@ class Tagged:
     scripts: Tags
     roles: Tags
     n_bytes: Ids
+    pictures: tuple[CorpusPicture, ...] = ()
+    """Those whose rows are the tokens of the script `image`, in order."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def places(self) -> list[tuple[int, int]]:
+        """Begin and end of each picture's rows."""
+        rows = np.flatnonzero(self.scripts == IMAGE)
+        ends = accumulate(picture.n_rows for picture in self.pictures)
+        return [
+            (int(rows[end - picture.n_rows]), int(rows[end - 1]) + 1)
+            for picture, end in zip(self.pictures, ends, strict=True)
+        ]
+
+    def head(self, n_tokens: int) -> Tagged:
+        """The first tokens, fewer if a picture would be cut."""
+        cut = [first for first, last in self.places() if first < n_tokens < last]
+        return self.part(0, cut[0] if cut else n_tokens)
+
+    def tail(self, n_tokens: int) -> Tagged:
+        """The last tokens, fewer if a picture would be cut."""
+        begin = len(self) - n_tokens
+        cut = [last for first, last in self.places() if first < begin < last]
+        return self.part(cut[0] if cut else begin, len(self))
+
     def part(self, begin: int, end: int) -> Tagged:
-        """The tokens from `begin` to `end`."""
+        """The tokens from `begin` to `end`, neither of which is inside a picture."""
         span = slice(begin, end)
-        return Tagged(self.tokens[span], self.scripts[span], self.roles[span], self.n_bytes[span])
+        pairs = zip(self.pictures, self.places(), strict=True)
+        return Tagged(
+            self.tokens[span],
+            self.scripts[span],
+            self.roles[span],
+            self.n_bytes[span],
+            tuple(it for it, (first, last) in pairs if begin <= first and last <= end),
+        )
 
 
 def byte_scripts(data: bytes) -> Tags:
@@ -147,6 +179,8 @@ class Encoder(PieceEncoder):
         roles = np.array([ROLES.index(piece.role) for piece in pieces], np.uint8)
         markup = np.array([piece.markup for piece in pieces], bool)
         scripts = np.where(np.repeat(markup, lengths), np.uint8(MARKUP), tagged.scripts)
+        rows = [piece.control and piece.text == MEDIA_PAD for piece in pieces]
+        scripts[np.repeat(np.array(rows, bool), lengths)] = IMAGE
         self.check_spelling(pieces, lengths, tagged)
         return replace(tagged, scripts=scripts, roles=np.repeat(roles, lengths))
 

@@ -34,17 +34,18 @@ def mean_crossing(values: Array) -> Array:
     return np.asarray((values >= mean).mean(-1))
 
 
-def near_the_cut(values: Array, errors: Array, counts: NDArray[np.int64]) -> Mask:
-    """Experts whose 95 % interval holds the border between the last that stays and the next.
+def near_the_cut(values: Array, errors: Array, kept: Mask, forced: Mask) -> Mask:
+    """Experts whose 95 % interval holds the border between the worst that stays and the best that
+    goes. Those that are `forced` to stay are not near it, and don't set it.
 
-    A layer that keeps all its experts has no border.
+    A layer where the scores decide nothing has no border.
     """
-    ranked = -np.sort(-values, axis=-1)
-    rows, n_experts = np.arange(len(values)), values.shape[-1]
-    last, following = ranked[rows, counts - 1], ranked[rows, np.minimum(counts, n_experts - 1)]
-    border = ((last + following) / 2)[:, None]
-    near = np.abs(values - border) < Z95 * errors
-    return np.asarray(near & (counts < n_experts)[:, None])
+    stays, goes = kept & ~forced, ~kept & ~forced
+    worst = np.where(stays, values, np.inf).min(-1, keepdims=True)
+    best = np.where(goes, values, -np.inf).max(-1, keepdims=True)
+    decided = stays.any(-1, keepdims=True) & goes.any(-1, keepdims=True)
+    border = np.where(decided, worst, 0) / 2 + np.where(decided, best, 0) / 2
+    return np.asarray((np.abs(values - border) < Z95 * errors) & ~forced & decided)
 
 
 def support(pairs: Array) -> Json:

@@ -96,7 +96,8 @@ def largest(
     sizes = measured(source, profile, planner.recipe.low)
     dims = read_dims(source.config)
     n_layers = len(dims.moe_layers)
-    kept = keep or planner.keeps()[-1]
+    kept = planner.keeps()[-1] if keep is None else keep
+    planner.check_keep(kept)
     numbers: Sequence[int] = range(dims.top_k, kept + 1) if graded else planner.keeps()
 
     def too_large(number: int) -> bool:

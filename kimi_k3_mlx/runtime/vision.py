@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kimi_k3_mlx.errors import CheckpointError, UsageError
-from kimi_k3_mlx.runtime.build import MAKE_AGAIN, explained, summary
-from kimi_k3_mlx.runtime.images import require_pillow
-from kimi_k3_mlx.tensors.local import LocalSource, open_source, read_json
+from kimi_k3_mlx.errors import UsageError
+from kimi_k3_mlx.runtime.build import explained
+from kimi_k3_mlx.tensors.local import open_source
+from kimi_k3_mlx.vision.tower import load_tower, read_rules
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from kimi_k3_vision import Vision
     from kimi_k3_vl.processing import ImageRules
-
-RULES = "preprocessor_config.json"
 
 
 class Prompt(NamedTuple):
@@ -81,50 +79,11 @@ def load_vision(path: str | Path) -> Eyes:
     folder = Path(path)
     with explained(folder):
         build = open_source(folder)
-    if not build.config.get("vision_config"):
-        raise CheckpointError(
-            f"{folder} has no vision_config: it can't see.",
-            "leave out the images, or give a build of a source with vision.",
-        )
-    require_pillow()
-    return Eyes(
-        load_tower(build),
-        read_rules(folder / RULES),
-        build.config["media_placeholder_token_id"],
-        build.config.get("pad_token_id"),
-    )
-
-
-def load_tower(build: LocalSource) -> Vision:
-    """Tower and projector with their weights, in the dtype of the checkpoint."""
-    import mlx.core as mx
-
-    from kimi_k3_vision import PREFIXES, Vision, VisionArgs, sanitize
-
-    shards = {s for name, s in build.weight_map.items() if name.startswith(PREFIXES)}
-    weights: dict[str, Any] = {}
-    for shard in sorted(shards):
-        tensors: Any = mx.load(str(build.path / shard))
-        weights |= tensors
-    try:
-        args = VisionArgs.from_dict(build.config["vision_config"])
-        vision = Vision(args)
-        vision.load_weights(list(sanitize(args, weights).items()))
-    except ValueError as error:
-        message = f"{build.where}: vision_config and weights don't fit: {summary(error)}."
-        raise CheckpointError(message, MAKE_AGAIN) from error
-    mx.eval(vision.parameters())
-    return vision
-
-
-def read_rules(path: Path) -> ImageRules:
-    """What the build's preprocessor_config.json says, or K3's rules if it has none."""
-    from kimi_k3_vl.processing import ImageRules
-
-    try:
-        return ImageRules.from_config(read_json(path) if path.is_file() else {})
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    rules = read_rules(build)
+    with explained(folder):
+        tower = load_tower(build)
+    config = build.config
+    return Eyes(tower, rules, config["media_placeholder_token_id"], config.get("pad_token_id"))
 
 
 def embed(model: Any, eyes: Eyes, ids: Sequence[int], images: Sequence[Image]) -> Prompt:

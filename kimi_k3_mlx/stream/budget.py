@@ -233,7 +233,7 @@ def make_groups(batches: Sequence[Batch], budget: Budget, memory: int, spill: bo
     least = budget.least(batches)
     if memory < least:
         largest = max(batch.size for batch in batches)
-        what = "one expert at a time" if budget.n_block else "two layers"
+        what = "one expert at a time" if budget.n_block else "two layers or the embedding"
         raise DoesNotFitError(
             f"the stream needs {format_bytes(least)} of memory at least, it may use "
             f"{format_bytes(memory)}: {format_bytes(budget.layers)} for {what}, "

@@ -9,7 +9,7 @@ that was killed continues and ends with identical arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,6 +56,18 @@ class Lane:
     """What of it stays; None: the parent. How a plan stores its low bank is not simulated."""
 
 
+class Embedder:
+    """Gives what goes into the first layer: here, the embeddings of the tokens."""
+
+    n_bytes = 0
+    """What it holds at once beside the embedding and what it gives."""
+
+    def __call__(self, layers: Layers, group: Group) -> Iterator[mx.array]:
+        """[B, T, hidden] of each micro-batch."""
+        for batch in group:
+            yield layers.embed(mx.array(batch.ids))
+
+
 class Observer(Protocol):
     """Sees every MoE layer and the logits, and adds up what it wants of them.
 
@@ -98,6 +110,7 @@ def run_stream(
     fingerprint: str = "",
     spill: bool = False,
     logits: bool = True,
+    embedder: Embedder | None = None,
     micro_tokens: int = MICRO_TOKENS,
     progress: Progress = silent,
 ) -> None:
@@ -112,7 +125,10 @@ def run_stream(
         raise UsageError("activations can be spilled only into a folder.", "give a folder.")
     batches = make_batches(sequences, micro_tokens)
     check_ids(sequences, layers.args.vocab_size)
+    embedder = embedder or Embedder()
     budget = choose_budget(layers, batches, len(lanes), memory, spill)
+    ends = layers.n_bytes_ends + embedder.n_bytes
+    budget = replace(budget, layers=max(budget.layers, ends))
     groups = make_groups(batches, budget, memory, spill)
     with locked(folder):
         totals = Totals()
@@ -122,7 +138,7 @@ def run_stream(
         states = Spilled(folder / SPILL, layers.args.rms_norm_eps) if spill and folder else Held()
         stream = Stream(
             layers, tuple(lanes), observer, totals, states, progress, len(groups), budget, memory,
-            logits,
+            logits, embedder,
         )  # fmt: skip
         for number, group in enumerate(groups):
             if number >= totals.n_finished():
@@ -174,6 +190,7 @@ class Stream:
     budget: Budget
     memory: int
     logits: bool
+    embedder: Embedder
 
     def run(self, number: int, group: Group) -> None:
         """One group, from where it is in the journal to the end."""
@@ -201,8 +218,7 @@ class Stream:
         eps = self.layers.args.rms_norm_eps
         if first := self.totals.resume(number, self.states, eps):
             return first
-        for place, batch in enumerate(group):
-            prefix = self.layers.embed(mx.array(batch.ids))
+        for place, prefix in enumerate(self.embedder(self.layers, group)):
             mx.eval(prefix)
             for lane in range(len(self.lanes)):
                 self.states.put(place, lane, State(prefix, kimi_k3.BlockStack(eps)))

@@ -23,7 +23,7 @@ from kimi_k3_mlx.errors import CheckpointError, UsageError
 from kimi_k3_mlx.schema import Json, ShardRecord, TensorInfo
 from kimi_k3_mlx.stream.activations import FIELDS, Activations, State, make_state
 from kimi_k3_mlx.tensors.header import encode_header, read_header
-from kimi_k3_mlx.tensors.journal import Journal, read_journal, start_journal
+from kimi_k3_mlx.tensors.journal import JOURNAL, Journal, read_journal, start_journal
 from kimi_k3_mlx.tensors.writer import ShardWriter, publish
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -38,6 +38,15 @@ NAMES = {
 DTYPES = {name: np.dtype(dtype) for dtype, name in NAMES.items()}
 BF16 = "BF16"
 KINDS = ("delta", "kept", "totals")
+CORPUS = "corpus: its texts, tokenizer, --seq-len, budgets, --seed or --bos differ"
+OF_BEFORE = {
+    "checkpoint": "checkpoint",
+    "fingerprint": CORPUS,
+    "sequences": CORPUS,
+    "lanes": "set of plans",
+    "groups": "grouping of the text: --memory or --spill differ",
+}
+"""What a field of the identity stands for, causes before their consequences."""
 
 
 def merge(totals: Arrays, delta: Arrays) -> None:
@@ -234,14 +243,27 @@ def opened(folder: Path, identity: Json) -> Journal:
     journal = read_journal(folder)
     if journal is None:
         return start_journal(folder, identity)
-    for field in sorted(identity.keys() | journal.identity.keys()):
+    fields = identity.keys() | journal.identity.keys()
+    for field in (*OF_BEFORE, *sorted(fields - OF_BEFORE.keys())):
         before, now = journal.identity.get(field), identity.get(field)
         if before != now:
+            what = OF_BEFORE.get(field, f"{field}: {before} before, {now} now")
             raise UsageError(
-                f"{folder} holds a run with another {field}: {before} before, {now} now.",
+                f"{folder} holds a run with another {what}.",
                 "give the options of before to continue it, or another folder.",
             )
     return journal
+
+
+def discard(folder: Path) -> None:
+    """Remove a run's own files, and the folder if nothing else is in it."""
+    journal = read_journal(folder)
+    if journal is None:
+        return
+    for name in (*journal.records, JOURNAL):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _name(kind: str, *numbers: int) -> str:

@@ -132,7 +132,11 @@ class ShardWriter:
         if self._in_order:
             self._digest.update(block)
         while block:
-            n_written = os.pwrite(self._file, block, offset)
+            try:
+                n_written = os.pwrite(self._file, block, offset)
+            except OSError as error:  # a full disk names no file
+                error.filename = str(partial_path(self.path))
+                raise
             offset += n_written
             block = block[n_written:]
         if self._in_order and offset - self._n_flushed >= FLUSH_BYTES:

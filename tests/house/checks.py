@@ -30,11 +30,12 @@ RANKS = {
     "kimi_k3_mlx.tensors": 2,
     "kimi_k3_mlx.convert": 3,
     "kimi_k3_mlx.stream": 3,
-    "kimi_k3_mlx.reap": 4,
-    "kimi_k3_mlx.runtime": 5,
-    "kimi_k3_mlx.hub": 5,
-    "kimi_k3_mlx.cli": 6,
-    "kimi_k3_mlx": 7,
+    "kimi_k3_mlx.vision": 4,
+    "kimi_k3_mlx.reap": 5,
+    "kimi_k3_mlx.runtime": 6,
+    "kimi_k3_mlx.hub": 6,
+    "kimi_k3_mlx.cli": 7,
+    "kimi_k3_mlx": 8,
 }
 """Height of each part: imports run downward only. The package itself may re-export anything."""
 

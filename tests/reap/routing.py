@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
-from kimi_k3_mlx.reap.pairs import observe
+from kimi_k3_mlx.reap.pairs import Array
 from kimi_k3_mlx.reap.saliency import Saliency
 
 SOURCES = ("code", "zh", "en")
 LAYERS = (1, 2, 4)
 EXPERTS, TOP_K, LATENT = 12, 3, 8
+TOKENS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,27 @@ def random_store(seed: int = 0, n_sequences: int = 9, length: int = 20, first: i
     for layer in LAYERS:
         feed(acc, layer, random_batch(seed, n_sequences, length, first, layer))
     return acc.finish("model-a", {"corpus": f"seed {seed}"})
+
+
+def observe(
+    experts: NDArray[np.integer], router_weights: Array, expert_output: Array
+) -> tuple[Array, Array, Array]:
+    """N, d [T, k] and ‖y‖² [T] from taps: experts, weights [T, k], outputs [T, k, latent].
+
+    The naive twin of `reap.calibrate.measure`, in float64. Slots are added by ascending expert, so
+    that the order in which they were selected is no matter.
+    """
+    norms, dots = np.zeros(experts.shape), np.zeros(experts.shape)
+    y_squares = np.zeros(len(experts))
+    for begin in range(0, len(experts), TOKENS_AT_ONCE):
+        part = slice(begin, begin + TOKENS_AT_ONCE)
+        order = np.argsort(experts[part], axis=1, kind="stable")
+        gates = np.take_along_axis(np.asarray(router_weights[part], np.float64), order, 1)
+        outputs = np.asarray(expert_output[part], np.float64)
+        outputs = np.take_along_axis(outputs, order[..., None], 1)
+        y = np.einsum("tk,tkd->td", gates, outputs)
+        squares = np.einsum("tkd,tkd->tk", outputs, outputs)
+        np.put_along_axis(norms[part], order, np.sqrt(squares), 1)
+        np.put_along_axis(dots[part], order, gates * np.einsum("tkd,td->tk", outputs, y), 1)
+        y_squares[part] = np.einsum("td,td->t", y, y)
+    return norms, dots, y_squares

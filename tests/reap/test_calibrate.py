@@ -18,13 +18,13 @@ from kimi_k3_mlx.prune_plan import read_plan
 from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
 from kimi_k3_mlx.reap.calibrate import calibrate, measure
 from kimi_k3_mlx.reap.corpus import Corpus, load_corpus, parse_specs
-from kimi_k3_mlx.reap.pairs import observe
 from kimi_k3_mlx.reap.planner import Planner, Recipe
 from kimi_k3_mlx.reap.saliency import Saliency, load_saliency, merge
 from kimi_k3_mlx.runtime.load import load_weights
 from kimi_k3_mlx.stream import engine
 from kimi_k3_mlx.tensors.local import LocalSource, open_source
 from tests.cli.conftest import program
+from tests.reap.routing import observe
 from tests.reap.test_corpus_scripts import one_byte_each
 from tests.tiny_k3 import TinyConfig, write_source
 

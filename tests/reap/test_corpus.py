@@ -281,7 +281,6 @@ def test_files_without_documents(tmp_path: Path) -> None:
     corpus = load(str(tmp_path / "empty.txt"))
     assert (corpus.sources, corpus.sequences, corpus.n_tokens) == (("empty",), (), 0)
     assert corpus.counts() == {"empty": {}}
-    assert corpus.token_sources.tolist() == []
     assert corpus.to_json()["n_documents"] == 0
     assert load(f"{tmp_path / 'empty.txt'}=zh,{three_sources(tmp_path)}").sources[0] == "zh"
 

@@ -26,14 +26,16 @@ from kimi_k3_mlx.reap.corpus_files import (
     read_spec,
     split_text,
 )
+from kimi_k3_mlx.reap.pictures import Album
 
+NO_PICTURES = Album(None, 512)
 HI = [{"role": "user", "content": "hi"}]
 
 
 def read(path: Path, tag: str = "", n_chars: int = 1000) -> Origin:
     """The documents of a file."""
     (spec,) = parse_specs(f"{path}={tag}" if tag else str(path))
-    return read_spec(spec, n_chars, thinking=True)
+    return read_spec(spec, n_chars, thinking=True, album=NO_PICTURES)
 
 
 def texts(origin: Origin) -> list[str]:
@@ -150,7 +152,7 @@ def test_tools_and_thinking_reach_the_renderer(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": asked, "tools": tools}))
     (spec,) = parse_specs(str(tmp_path / "c.jsonl"))
     for thinking in (True, False):
-        (raw,) = read_spec(spec, 1, thinking=thinking).documents
+        (raw,) = read_spec(spec, 1, thinking=thinking, album=NO_PICTURES).documents
         assert raw.pieces == render(asked, tools=tools, thinking=thinking)
 
 
@@ -242,7 +244,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDatasets:
 
 def read_rows(text: str) -> Origin:
     (spec,) = parse_specs(text)
-    return read_spec(spec, 1000, thinking=True)
+    return read_spec(spec, 1000, thinking=True, album=NO_PICTURES)
 
 
 def test_rows_of_a_dataset(fake: FakeDatasets) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kimi_k3_mlx.reap.corpus import BUCKETS, ROLES, SCRIPTS, Corpus
+from kimi_k3_mlx.reap.corpus import ROLES, SCRIPTS, Corpus
 from kimi_k3_mlx.reap.scripts import Encoder
-from tests.reap.test_corpus import load, three_sources, write_rows
+from tests.reap.test_corpus import load, three_sources
 from tests.reap.test_corpus_scripts import BUNDLED, bundled, one_byte_each
 
 HELD_OUT = BUNDLED / "held_out"
@@ -35,7 +35,7 @@ def test_hashes_are_over_the_tokens_and_the_tags(tmp_path: Path) -> None:
 
 def test_every_token_has_its_source(tmp_path: Path) -> None:
     corpus = load(three_sources(tmp_path))
-    names = [corpus.sources[source] for source in corpus.token_sources]
+    names = [corpus.sources[it.source] for it in corpus.sequences for _ in range(len(it))]
     assert len(names) == corpus.n_tokens == corpus.lengths.sum()
     assert {name: names.count(name) for name in corpus.sources} == corpus.tokens_by_source()
     text = Path(tmp_path / "a.txt").read_bytes()
@@ -66,17 +66,11 @@ def test_roles(tmp_path: Path) -> None:
         {ROLES[role] for it in corpus.sequences if it.source == source for role in it.roles}
         for source in range(4)
     )
+    counts = corpus.to_json()["roles"]
+    assert counts[corpus.sources[0]].keys() == {"none"}
+    assert {name: sum(row.values()) for name, row in counts.items()} == corpus.tokens_by_source()
     assert prose == {"none"}
     assert zh == {"none", "user"}
-
-
-def test_position_buckets(tmp_path: Path) -> None:
-    corpus = load(write_rows(tmp_path / "c.jsonl", [{"tokens": [1] * 9000}]), seq_len=8500)
-    long, short = corpus.sequences
-    expected = [0 if i < 2048 else 1 if i < 8192 else 2 for i in range(8500)]
-    assert long.buckets.tolist() == expected
-    assert short.buckets.tolist() == [0] * 500
-    assert len(BUCKETS) == 3
 
 
 def test_held_out_text_of_the_tiny_k3() -> None:

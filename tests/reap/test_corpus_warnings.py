@@ -46,6 +46,15 @@ def test_pairs_for_the_average_expert(
     assert warning == (level, "c", message)
 
 
+def test_one_document_that_is_most_of_a_source_makes_its_folds_one_sided(tmp_path: Path) -> None:
+    rows = [{"tokens": [1] * n} for n in (1900, 60, 40)]
+    warnings = found(load(write_rows(tmp_path / "c.jsonl", rows), seq_len=4096))
+    assert [it.message for it in warnings if it.message.startswith("folds of")] in (
+        ["folds of 1,900 and 100 tokens: too uneven to say what is noise"],
+        ["folds of 100 and 1,900 tokens: too uneven to say what is noise"],
+    )
+
+
 def test_enough_pairs(tmp_path: Path) -> None:
     assert found(tokens(tmp_path, 56_000), 896, 16) == []
 

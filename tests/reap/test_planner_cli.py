@@ -16,10 +16,12 @@ from kimi_k3_mlx.convert.plan import plan_build
 from kimi_k3_mlx.convert.profiles import load_profile
 from kimi_k3_mlx.errors import DoesNotFitError, UsageError
 from kimi_k3_mlx.prune_plan import read_plan
+from kimi_k3_mlx.reap.planner import Planner, Recipe
 from kimi_k3_mlx.reap.saliency import load_saliency, merge
 from kimi_k3_mlx.tensors.local import open_source
 from tests.reap.test_planner_sizes import store_for
 
+GRADED = ("--mode", "graded", "--low-bits", 2)
 Capture = pytest.CaptureFixture[str]
 
 
@@ -106,6 +108,12 @@ def test_graded_says_what_stays_at_full_bits(stats: Path, capsys: Capture) -> No
         (["--fit", "64GB", "--keep", 4, "--hf-path", "SOURCE"], "--keep and --ratio can't be said"),
         (["--fit", "64GB", "--first", 4, "--hf-path", "SOURCE"], "--first can't be said"),
         (["--keep", 4, "--mode", "graded"], "needs the format of its second bank"),
+        (["--ratio", 1], "keep is 0, below the floor of 2"),
+        (["--fit", "64GB", "--ratio", 1, "--hf-path", "SOURCE"], "--ratio can't be said"),
+        (["--fit", "64GB", "--ratio", 1, "--hf-path", "SOURCE", *GRADED], "keep is 0, below"),
+        (["--keep", 4, "--trunk", "q8"], "--trunk, --profile and --context say what build"),
+        (["--keep", 4, "--profile", "mxfp4"], "--trunk, --profile and --context say what build"),
+        (["--keep", 4, "--context", 9], "--trunk, --profile and --context say what build"),
     ],
 )
 def test_what_is_wrong_takes_one_sentence(
@@ -145,6 +153,26 @@ def test_merge_and_show(stats: Path, capsys: Capture) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["by_source"]["source-1"]["tokens"] == 200_000
     assert told["by_source"]["ja"]["pairs_per_expert"] == 100_000 * 2 / 8
+
+
+def test_adding_up_two_runs_over_one_file_warns(stats: Path, capsys: Capture) -> None:
+    for number, name in enumerate(("a", "b")):
+        corpus = {"specs": [{"name": "code.txt", "sha256": "ab"}], "seed": number}
+        run_of = replace(load_saliency(stats), runs=({"corpus": corpus},))
+        run_of.save(stats.with_name(f"{name}.safetensors"))
+    files = [stats.with_name(f"{name}.safetensors") for name in ("a", "b")]
+    run(stats_verb, "merge", *files, "--out", stats.with_name("sum.safetensors"))
+    assert "warning: two of them read code.txt" in capsys.readouterr().err
+    run(stats_verb, "merge", files[0], stats, "--out", stats.with_name("sum.safetensors"))
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_hint_names_an_option_only_where_it_helps(stats: Path) -> None:
+    store = load_saliency(stats)
+    for floor, hint in ((None, "keep more, or cut a plan: kimi-k3 plan --floor"), (2, "keep more")):
+        with pytest.raises(UsageError) as caught:
+            Planner(store, Recipe(floor=floor)).cut(1)
+        assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from kimi_k3_mlx.cli import report as report_verb
 from kimi_k3_mlx.errors import UsageError
 from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan, keep_first
 from kimi_k3_mlx.reap.agree import NamedStore
+from kimi_k3_mlx.reap.corpus_warnings import one_sided
 from kimi_k3_mlx.reap.criteria import CRITERIA, Masses
 from kimi_k3_mlx.reap.judge import NamedPlan, partners
 from kimi_k3_mlx.reap.overlap import flips, pooled_choice
 from kimi_k3_mlx.reap.report import make_report
-from kimi_k3_mlx.reap.report_files import check_folder, write_folder
-from kimi_k3_mlx.reap.report_text import markdown, percent, spread, table
-from kimi_k3_mlx.reap.saliency import Saliency, layer_axis, merge, state_shapes
+from kimi_k3_mlx.reap.report_text import flip_section, markdown, percent, spread, table
+from kimi_k3_mlx.reap.saliency import Saliency, layer_axis, merge, shared_files, state_shapes
 from kimi_k3_mlx.schema import Json
 from tests.reap.routing import EXPERTS, LAYERS, SOURCES, TOP_K, random_store
 from tests.reap.test_planner import kept_mask, planner
@@ -73,7 +73,8 @@ def test_each_plan_is_judged_under_its_own_criterion() -> None:
 
 
 def test_a_plan_says_of_itself_what_the_report_says() -> None:
-    for plan in (REAP, LOO):
+    worst = {1: tuple(planner().masses.shares.sum(0)[0].argsort()[:2].tolist())}
+    for plan in (REAP, LOO, planner(protected=worst).cut(6)):
         said, own = report_of(plan)["plans"][0], plan.chosen_by
         for source, row in own["retained"]["by_source"].items():
             assert {key: said["retained"][source][key] for key in row} == row
@@ -280,26 +281,36 @@ def test_stores_and_plans_of_other_models() -> None:
         report_of(REAP, replace(STORE, arrays=empty))
 
 
-def test_only_an_earlier_report_is_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    check_folder(out)
-    out.mkdir()
-    check_folder(out)
-    said = {"kind": "kimi_k3_mlx.report", "files": ["report.json", "old.svg"]}
-    files = {"report.json": json.dumps(said).encode(), "old.svg": b"old"}
-    write_folder(out, files)
-    check_folder(out)
-    write_folder(out, {"report.md": b"new"})
-    assert [path.name for path in out.iterdir()] == ["report.md"]
-    write_folder(out, files)
-    (out / "thesis.tex").touch()
-    with pytest.raises(UsageError, match=r"holds thesis\.tex, which is not of an earlier report"):
-        check_folder(out)
-    (out / "thesis.tex").unlink()
-    for foreign in (b"{}", b"[", b"[]", b'{"kind": "another", "files": ["report.json"]}'):
-        (out / "report.json").write_bytes(foreign)
-        with pytest.raises(UsageError, match="which is not of an earlier report"):
-            check_folder(out)
+@pytest.mark.parametrize("weight", ["abc", None, -1, float("inf"), float("nan"), True, 10**400])
+def test_a_weight_that_someone_edited_is_named(weight: object) -> None:
+    edited = replace(REAP, chosen_by=REAP.chosen_by | {"weights": {"code": weight}})
+    with pytest.raises(UsageError, match=r"plan plan: chosen_by\.weights\.code is .* no weight"):
+        report_of(edited)
+
+
+def test_one_sided_folds_are_warned_of() -> None:
+    arrays = {name: array.copy() for name, array in STORE.arrays.items()}
+    arrays["fold_tokens"][:, 1] = [[1926], [74]]
+    found = report_of(REAP, replace(STORE, arrays=arrays))["warnings"]
+    sided = [it["about"] for it in found if it["message"].startswith("folds of")]
+    assert sided == [SOURCES[1]]
+    assert any("folds of 1,926 and 74 tokens" in it["message"] for it in found)
+    assert not one_sided([1, 3])
+    assert one_sided([1, 4])
+    assert not one_sided([])
+
+
+def test_runs_that_read_one_file_are_not_called_unshared() -> None:
+    read = {"corpus": {"specs": [{"name": "code.txt", "sha256": "ab"}], "counts": {}}}
+    one, other = (
+        replace(store, runs=(read | {"seed": seed},)) for seed, store in enumerate((STORE, OTHER))
+    )
+    assert shared_files(one, other) == ("code.txt",)
+    assert shared_files(one, OTHER) == ()
+    for second, text in ((other, "unknown: both read code.txt"), (OTHER, "none known")):
+        stores = [NamedStore("a", one), NamedStore("b", second)]
+        found = make_report(stores, [NamedPlan("p", keep_first(4, EXPERTS, LAYERS))])
+        assert text in flip_section(found)
 
 
 def test_files_of_one_name_are_told_apart() -> None:

@@ -211,6 +211,22 @@ def test_what_folds_cannot_say() -> None:
     assert split_half(replace(STORE, arrays=without), REAP, 4) is None
 
 
+def test_halves_of_another_mix_of_sources_are_not_noise() -> None:
+    """Both folds of every source say the same, but hold other shares of the sources."""
+    arrays = dict(STORE.arrays)
+    for name in ("tokens", "pairs", "weighted", "loo"):
+        same = arrays[f"fold_{name}"][:1]
+        scale = np.array([1.0, 9.0, 1.0]).reshape(3, *(1,) * (same.ndim - 2))
+        arrays[f"fold_{name}"] = np.concatenate([same, same * scale])
+        arrays[name] = arrays[f"fold_{name}"].sum(0)
+    store = replace(STORE, arrays=arrays)
+    parts = [of_folds(store, [fold]) for fold in (0, 1)]
+    assert flips(*(pooled_choice(part, REAP, 4) for part in parts)) > 0
+    half = split_half(store, REAP, 4)
+    assert half is not None
+    assert half.flips == 0
+
+
 def test_each_source_has_its_own_scores() -> None:
     found = source_scores(STORE, REAP)
     for s, name in enumerate(SOURCES):

@@ -47,11 +47,20 @@ def test_the_border_by_hand() -> None:
     """Scores 5 4 2 1, two stay: the border is 3; intervals reach 1.96 errors."""
     values = np.array([[4.0, 1.0, 5.0, 2.0]] * 3)
     errors = np.array([[0.52, 0.5, 0.5, 0.5], [0.5] * 4, [9.0] * 4])
-    near = near_the_cut(values, errors, np.array([2, 2, 4]))
+    kept = np.array([[True, False, True, False]] * 2 + [[True] * 4])
+    none = np.zeros_like(kept)
+    near = near_the_cut(values, errors, kept, none)
     assert near.tolist() == [[True, False, False, False], [False] * 4, [False] * 4]
-    assert near_the_cut(values, errors * 2, np.array([2, 2, 4]))[1].tolist() == [
-        True, False, False, True,
-    ]  # fmt: skip
+    assert near_the_cut(values, errors * 2, kept, none)[1].tolist() == [True, False, False, True]
+
+
+def test_an_expert_that_is_protected_is_no_border_and_not_ambiguous() -> None:
+    """Scores 5 4 2 1; the last is kept for another reason: the border stays 3, or there is none."""
+    values, errors = np.array([[4.0, 1.0, 5.0, 2.0]]), np.full((1, 4), 1.0)
+    kept = np.array([[True, True, True, False]])
+    forced = np.array([[False, True, False, False]])
+    assert near_the_cut(values, errors, kept, forced).tolist() == [[True, False, False, True]]
+    assert not near_the_cut(values, errors, kept, kept).any()
 
 
 def test_support_by_hand() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k3_mlx.errors import CheckpointError, KimiError, UsageError
-from kimi_k3_mlx.reap.pairs import distortion, fixed, observe, short
+from kimi_k3_mlx.reap.pairs import distortion, fixed, short
 from kimi_k3_mlx.reap.saliency import (
     CLUSTERS,
     MAXIMA,
@@ -30,6 +30,7 @@ from tests.reap.routing import (
     Batch,
     accumulator,
     feed,
+    observe,
     random_batch,
     random_store,
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
-from kimi_k3_mlx.reap.pairs import observe
+from kimi_k3_mlx.reap.calibrate import measure
 from tests.model.golden import TEXT, TOLERANCE, float32_model, read_golden
 
 
@@ -54,7 +54,7 @@ def test_statistics_of_our_taps_are_the_reference_s(name: str) -> None:
         experts, gates, outputs = (
             seen[what, layer] for what in ("experts", "router_weights", "expert_output")
         )
-        observed = observe(experts, gates, outputs)
+        observed = measure(mx.array(gates), mx.array(outputs))
         by_expert = np.argsort(experts, axis=1)
         index = golden_of(name, "router_idx", layer).astype(int)
         reference = np.argsort(index, axis=1)
@@ -92,6 +92,6 @@ def test_the_mix_is_the_reference_s(name: str) -> None:
     """‖y‖² is that of the latent before its norm."""
     seen, golden = tapped(name), read_golden(name)
     for layer in golden.layers_with("latent_mix"):
-        taps = (seen[what, layer] for what in ("experts", "router_weights", "expert_output"))
+        taps = (mx.array(seen[what, layer]) for what in ("router_weights", "expert_output"))
         mix = golden_of(name, "latent_mix", layer)
-        assert close(observe(*taps)[2], (mix.reshape(len(mix), -1) ** 2).sum(1))
+        assert close(measure(*taps)[2], (mix.reshape(len(mix), -1) ** 2).sum(1))

@@ -20,7 +20,10 @@ from kimi_k3_mlx.reap.seen_text import (
     find_overlap,
     holding,
     marks_of,
+    parts,
+    read_hashes,
     read_marks,
+    sample_of,
     statistics_runs,
     window_hashes,
 )
@@ -78,6 +81,48 @@ def test_half_a_document_is_found_in_one_of_eight_cases() -> None:
         for whole in (document(n, 1000) for n in range(400))
     )
     assert 0.07 < found / 400 < 0.18
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 99), st.integers(WINDOW, 200), st.integers(0, 90), st.integers(0, 90))
+def test_a_part_of_a_calibrated_document_is_found(
+    seed: int, size: int, before: int, after: int
+) -> None:
+    whole = document(seed, before + size + after)
+    sample = read_hashes(sample_of([whole, document(seed + 500, 60)]))
+    documents = {0: whole[before : before + size], 1: document(seed + 1000, 300)}
+    assert parts(documents, [sample]) == (0,)
+
+
+def test_paragraphs_of_a_calibrated_file_are_refused(tmp_path: Path) -> None:
+    """One long document is calibrated on, its parts are held out as documents of their own."""
+    whole = document(0, 2000)
+    calibrated = json.loads(json.dumps(load(tmp_path / "a.jsonl", [whole]).to_json()))
+    paragraphs = [whole[begin : begin + 90] for begin in range(0, 1980, 90)]
+    leak = load(tmp_path / "b.jsonl", [document(1, 90), *paragraphs])
+    found = find_overlap(leak, [calibrated]).documents
+    assert {leak.documents[n] for n in found} == {f"b.jsonl:{n}" for n in range(2, 24)}
+    without = {key: value for key, value in calibrated.items() if key != "samples"}
+    assert not find_overlap(leak, [without]).is_known
+
+
+def test_a_sample_is_bounded_and_still_finds_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kimi_k3_mlx.reap.seen_text.SAMPLED", 500)
+    whole, other = document(0, 20_000), document(1, 20_000)
+    sample = read_hashes(sample_of([whole]))
+    assert len(sample) == 500
+    rows = range(0, 20_000, 400)
+    halves = {n: text[b : b + 400] for b in rows for n, text in ((b, whole), (b + 1, other))}
+    found = parts(halves, [sample])
+    assert len(found) > 0.9 * len(rows)
+    assert not any(n % 2 for n in found)
+
+
+def test_a_common_licence_is_no_part() -> None:
+    licence = document(0, 100)
+    seen = [np.concatenate([licence, document(n, 400)]) for n in range(1, 101)]
+    held = {n: np.concatenate([licence, document(n + 500, 400)]) for n in range(100)}
+    assert parts(held, [read_hashes(sample_of(seen))]) == ()
 
 
 def test_marks_have_a_limit_and_read_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from kimi_k3_mlx.errors import DoesNotFitError, UsageError
 from kimi_k3_mlx.prune_plan import LayerPlan, PrunePlan
 from kimi_k3_mlx.runtime.load import load_weights
 from kimi_k3_mlx.stream.budget import Batch, make_batches, make_budget, make_groups
-from kimi_k3_mlx.stream.engine import Lane, run_stream
+from kimi_k3_mlx.stream.engine import Embedder, Lane, run_stream
 from kimi_k3_mlx.stream.layers import Layers, open_layers
 from kimi_k3_mlx.stream.passes import OBSERVED
 from kimi_k3_mlx.tensors.local import open_source
@@ -61,6 +61,21 @@ def test_logits_and_taps_are_the_whole_models_to_the_bit(build: Path, sequences)
                 seen.moe(layer, 0, batch, *(named[name] for name in OBSERVED))
     assert len(seen.moes) == 4 * len(sequences)
     same(found, seen)
+
+
+class Reversed(Embedder):
+    """The embeddings of each row's tokens from the last to the first."""
+
+    def __call__(self, layers, group):
+        for batch in group:
+            rows = zip(batch.ids, batch.lengths, strict=True)
+            ids = np.stack([np.append(row[:n][::-1], row[n:]) for row, n in rows])
+            yield layers.embed(mx.array(ids))
+
+
+def test_an_embedder_decides_what_goes_into_the_first_layer(build: Path, sequences) -> None:
+    expected = record(build, [ids[::-1] for ids in sequences])
+    same(record(build, sequences, embedder=Reversed()), expected)
 
 
 def test_prefix_and_blocks_are_the_whole_models(build: Path, sequences) -> None:

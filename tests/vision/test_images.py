@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from kimi_k3_mlx.errors import HubError, KimiError, UsageError
-from kimi_k3_mlx.runtime import images
-from kimi_k3_mlx.runtime.images import open_image
+from kimi_k3_mlx.vision import images
+from kimi_k3_mlx.vision.images import open_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 

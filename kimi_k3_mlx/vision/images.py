@@ -14,13 +14,14 @@ import struct
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from kimi_k3_mlx.chat.render import IMAGES
 from kimi_k3_mlx.errors import HubError, KimiError, UsageError
 from kimi_k3_mlx.units import format_bytes
 
@@ -61,6 +62,17 @@ def open_image(name: str | Path | bytes, *, allow_web: bool = False) -> Image:
     return from_file(Path(text).expanduser())
 
 
+def image_names(messages: Iterable[Any]) -> Iterator[Any]:
+    """What the image parts of a conversation name, in order; nothing is checked."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in IMAGES:
+                named = part.get(kind)
+                yield named.get("url") if isinstance(named, dict) else named
+
+
 def from_file(path: Path) -> Image:
     """The picture in a file."""
     try:
@@ -87,7 +99,7 @@ def from_data_url(url: str) -> bytes:
 
 def shortened(text: str) -> str:
     """As much of a name as fits a sentence."""
-    return text if len(text) <= 80 else f"{text[:60]}… ({len(text):,} characters)"
+    return text if len(text) <= 200 else f"{text[:60]}… ({len(text):,} characters)"
 
 
 def download(url: str) -> bytes:
