@@ -30,7 +30,6 @@ import kimi_k3
 from kimi_k3_mlx.reap.accumulate import Accumulator, Tags
 from kimi_k3_mlx.reap.calibrate import calibrate
 from kimi_k3_mlx.reap.corpus import Corpus, load_corpus, parse_specs
-from kimi_k3_mlx.reap.pairs import observe
 from kimi_k3_mlx.reap.saliency import Saliency
 from kimi_k3_mlx.runtime.load import load_tokenizer, load_weights
 from kimi_k3_mlx.stream.budget import MICRO_TOKENS, Batch, make_batches, make_budget
@@ -39,6 +38,7 @@ from kimi_k3_mlx.stream.layers import Layers, open_layers
 from kimi_k3_mlx.stream.passes import OBSERVED
 from kimi_k3_mlx.tensors.local import open_source
 from kimi_k3_mlx.units import format_bytes
+from tests.reap.routing import observe
 from tests.tiny_k3 import TinyConfig, write_source
 
 TINY = Path(__file__).parents[1] / "kimi_k3_mlx/assets/tiny-k3"

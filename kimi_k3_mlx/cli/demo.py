@@ -1,4 +1,4 @@
-"""Convert, verify, run and prune the small trained model that comes along.
+"""Convert, verify, run, prune and show a picture to the small trained model that comes along.
 
 Runs the same commands that you would type, and shows each. Needs no download; a minute or so.
 """
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with folder as out:
         commands = converting(source, Path(out) / "build", args)
         if not args.source:
-            commands += pruning(source, Path(out), args)
+            commands += [*pruning(source, Path(out), args), seeing(source, Path(out) / "build")]
         code = run_steps(commands)
     if code == 0:
         say(f"\ndone in {time.monotonic() - began:.0f} s")
@@ -127,6 +127,15 @@ def pruning(source: Path, out: Path, args: argparse.Namespace) -> Steps:
         ("", ["verify", *at, "--mlx-path", build]),
         ("The same prompt.", ["generate", "--model", build, *text_options(args)]),
     ]
+
+
+def seeing(source: Path, build: Path) -> tuple[str, list[str]]:
+    """A question about a picture that the tiny model has not been trained on."""
+    picture = str(source / "pictures" / "red-circle.png")
+    return (
+        "Show it a picture: the tiny model has learnt eight colours and six shapes.",
+        ["generate", "--model", str(build), "--image", picture, "-p", "The picture shows a"],
+    )
 
 
 def again(build: Path) -> list[str]:

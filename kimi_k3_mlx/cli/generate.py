@@ -222,13 +222,16 @@ def loaded(
 
 
 def decoding_of(args: argparse.Namespace) -> Decoding:
-    """How to compute; a draft model is loaded before the build: a wrong one is found sooner."""
+    """How to compute; what can't be is found before the build is loaded, so is a draft model."""
     from kimi_k3_mlx.runtime.build import check_build
+    from kimi_k3_mlx.runtime.cache import check_kv_bits
     from kimi_k3_mlx.runtime.draft import load_draft
     from kimi_k3_mlx.runtime.generate import Decoding
     from kimi_k3_mlx.runtime.load import load_tokenizer
 
     draft = None
+    if args.kv_bits is not None:
+        check_kv_bits(check_build(args.model).config["text_config"], args.kv_group_size)
     if args.draft_model:
         check_build(args.model)
         draft = load_draft(args.draft_model, load_tokenizer(args.model, None))

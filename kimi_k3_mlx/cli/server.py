@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -36,6 +37,7 @@ EXAMPLES = (
     "kimi-k3 server --model ./Kimi-K3-mlx --prompt-cache-dir ./prompts --prompt-cache-bytes 16GB",
     'kimi-k3 server --model ./Kimi-K3-mlx --host 0.0.0.0 --api-key "$(cat key)"',
 )
+MOST_PORT = 65535
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -46,7 +48,7 @@ def add_options(parser: Parser) -> None:
         "--model", metavar="DIR", type=folder, required=True, help="folder of a build"
     )
     model.add_argument("--host", metavar="HOST", default="127.0.0.1", help="address to listen on")
-    model.add_argument("--port", metavar="N", type=count, default=8080, help="0 takes a free one")
+    model.add_argument("--port", metavar="N", type=port, default=8080, help="0 takes a free one")
     model.add_argument(
         "--api-key", metavar="KEY", help="what clients must send; needed if others reach --host"
     )
@@ -79,6 +81,13 @@ def add_options(parser: Parser) -> None:
     speed_options(parser)
     prompt_options(parser)
     common_options(parser, json=False)
+
+
+def port(text: str) -> int:
+    """A port's number; the system would take the rest of a larger one by 65,536."""
+    if (number := count(text)) > MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MOST_PORT}, the last port")
+    return number
 
 
 def speed_options(parser: Parser) -> None:
@@ -138,6 +147,9 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(
         level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, interrupt)
     options = vars(args).copy()
     options["wire"] = not options.pop("no_wire")
     for name in ("log_level", "quiet"):
@@ -151,3 +163,9 @@ def run(args: argparse.Namespace) -> None:
             say(f"listening at {server.url}; Ctrl-C ends it")
 
         serve(Settings(**options), shown, on_ready)
+
+
+def interrupt(number: int, _frame: object) -> None:
+    """End in order; the next signal ends the process at once, while MLX would abort it."""
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt

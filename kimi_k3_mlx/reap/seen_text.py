@@ -170,7 +170,8 @@ def parts(documents: dict[int, Ids], samples: Sequence[Hashes]) -> tuple[int, ..
         own = np.unique(window_hashes(tokens))
         for sample in samples:
             near = own[own <= sample[-1]] if len(sample) >= SAMPLED else own
-            n_shared = int(np.isin(near, sample, assume_unique=True).sum())
+            at = np.minimum(np.searchsorted(sample, near), len(sample) - 1)
+            n_shared = int((sample[at] == near).sum())
             if n_shared >= min(2, len(own)) and 2 * n_shared >= len(near):
                 found.append(number)
                 break

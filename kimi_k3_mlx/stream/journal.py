@@ -38,7 +38,7 @@ NAMES = {
 DTYPES = {name: np.dtype(dtype) for dtype, name in NAMES.items()}
 BF16 = "BF16"
 KINDS = ("delta", "kept", "totals")
-CORPUS = "corpus: its texts, tokenizer, --seq-len, budgets, --seed or --bos differ"
+CORPUS = "corpus: its texts, pictures, tokenizer, --seq-len, budgets, --seed or --bos differ"
 OF_BEFORE = {
     "checkpoint": "checkpoint",
     "fingerprint": CORPUS,

@@ -56,6 +56,7 @@ def test_the_bundled_model_writes_text_whole_and_pruned(tmp_path: Path) -> None:
     assert "self." in text
     assert "reap = Σc/n" in whole
     assert len(pruned.split()) > 10
+    assert result.out.endswith("red circle.\n")
     config = json.loads((tmp_path / "pruned" / "config.json").read_text())
     assert config["text_config"]["num_experts"] == 32
 

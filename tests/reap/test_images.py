@@ -200,7 +200,7 @@ def test_a_changed_picture_is_another_run(source: LocalSource, tmp_path: Path) -
     again = load(str(tmp_path / "seen.jsonl"), source)
     calibrate(source, again, memory=GB, folder=tmp_path / "other")
     assert changed.token_sha256 == again.token_sha256
-    with pytest.raises(UsageError, match="fingerprint"):
+    with pytest.raises(UsageError, match="another corpus"):
         calibrate(source, changed, memory=GB, folder=tmp_path / "other")
 
 

@@ -155,16 +155,16 @@ def test_activations_are_kept_where_a_block_starts(
 
 
 @pytest.mark.parametrize(
-    ("field", "options"),
+    ("field", "said", "options"),
     [
-        ("fingerprint", {"fingerprint": "other"}),
-        ("sequences", {"sequences": [np.array([1, 2])]}),
-        ("lanes", {"lanes": [Lane("parent")]}),
-        ("groups", {"n_groups": 1}),
+        ("fingerprint", "corpus", {"fingerprint": "other"}),
+        ("sequences", "corpus", {"sequences": [np.array([1, 2])]}),
+        ("lanes", "set of plans", {"lanes": [Lane("parent")]}),
+        ("groups", "grouping of the text", {"n_groups": 1}),
     ],
 )
 def test_another_run_in_the_folder_is_refused(
-    field: str, options, layers: Layers, tmp_path: Path
+    field: str, said: str, options, layers: Layers, tmp_path: Path
 ) -> None:
     """`groups` stands for other memory."""
     stream(layers, tmp_path / "run")
@@ -175,7 +175,7 @@ def test_another_run_in_the_folder_is_refused(
     stream(layers, tmp_path / "run", **options)
     other = read_journal(tmp_path / "run").identity
     assert identity[field] != other[field]
-    with pytest.raises(UsageError, match=f"another {field}"):
+    with pytest.raises(UsageError, match=f"another {said}"):
         opened(tmp_path / "run", other | {field: identity[field]})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k3_mlx.errors import CheckpointError
@@ -195,10 +195,12 @@ def test_a_full_disk_is_noticed_while_writing(
         monkeypatch.setattr(os, "pwrite", full)
         for number in range(RING_BUFFERS):
             writer.write_at(number, b"x")
-        with pytest.raises(OSError, match="full"):
+        with pytest.raises(OSError, match="full") as caught:
             writer.write_at(RING_BUFFERS, b"x")
+    assert caught.value.filename == str(tmp_path / "a.partial")
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=20), max_size=30))
 def test_the_callers_buffer_is_free_at_once(blocks: list[bytes]) -> None:
     """A manifest once had the hash of bytes that were overwritten before they were hashed."""
