@@ -37,10 +37,8 @@ USAGE = "--model DIR -p TEXT [options]"
 EXAMPLES = (
     "kimi-k3 generate --model ./Kimi-K3-mlx -p 'def quicksort('",
     "kimi-k3 generate --model ./Kimi-K3-mlx -p - -m 400 --temp 0.7 --top-p 0.95 < prompt.txt",
-    "kimi-k3 generate --model ./Kimi-K3-mlx -p 'Once upon a time' --seed 1 --temp 1 --json",
     "kimi-k3 generate --model ./Kimi-K3-mlx -p - -m 9000 --kv-bits 8 < file-to-rewrite.txt",
     "kimi-k3 generate --model ./Kimi-K3-mlx --image a.png --image b.jpg -p 'The pictures show'",
-    "mlx.launch --hostfile macs.json kimi-k3 generate --model ./Kimi-K3-mlx -p 'def quicksort('",
 )
 
 

@@ -147,9 +147,11 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(
         level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is signal.default_int_handler:
-            signal.signal(number, interrupt)
+    # As a program only: who calls `main` keeps its handlers.
+    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is signal.default_int_handler:
+                signal.signal(number, interrupt)
     options = vars(args).copy()
     options["wire"] = not options.pop("no_wire")
     for name in ("log_level", "quiet"):

@@ -54,7 +54,7 @@ def program(*argv: object, code: str = "", stdin: str = "", **variables: str | N
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)

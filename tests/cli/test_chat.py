@@ -54,8 +54,8 @@ def test_a_chat_at_a_terminal(tmp_path: Path) -> None:
         terminal.type("/nonsense\r")
         terminal.until("there is no command /nonsense")
         terminal.until(PROMPT)
-        terminal.type("/image a.png\r")
-        terminal.until("this build has no vision")
+        terminal.type("/image no-such.png\r")
+        terminal.until("no-such.png: No such file or directory")
         terminal.until(PROMPT)
         terminal.type("\x04")
         assert terminal.end() == 0

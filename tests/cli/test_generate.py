@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kimi_k3_mlx.runtime import load as load_module
 from tests.cli.conftest import Run, program
 
 TINY_K3 = Path(__file__).parents[2] / "kimi_k3_mlx" / "assets" / "tiny-k3"
@@ -167,6 +168,19 @@ def test_what_can_not_be_is_refused_before_the_prompt(
     assert result.code == 2
     assert fact in result.err
     assert result.out == ""
+
+
+def test_a_hint_does_not_name_what_was_given(
+    kimi: Run, tiny_build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 32 were advised to who had given 32, and that only after the build was loaded."""
+    monkeypatch.setattr(load_module, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    result = kimi(
+        "generate", "--model", tiny_build, "-p", "x", "--kv-bits", 8, "--kv-group-size", 32
+    )
+    assert result.code == 2
+    assert "in groups of 32" in result.err
+    assert result.err.endswith("hint: leave out --kv-bits.\n")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,20 @@ from typing import Any
 import pytest
 
 from kimi_k3_mlx.cli import parser_of
+from kimi_k3_mlx.runtime.server import provider
 from kimi_k3_mlx.runtime.server import serve as module
 from kimi_k3_mlx.runtime.server.settings import Settings
 from tests.cli.conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """The verb sets up the process's logging: give it back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def test_defaults_are_those_of_the_settings(kimi: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +68,33 @@ def test_names_and_defaults_are_mlx_lms(monkeypatch: pytest.MonkeyPatch) -> None
         "api_key", "lookup", "no_wire", "prompt_cache_dir", "prompt_cache_dir_bytes", "quiet"
     }  # fmt: skip
     assert {it.name for it in fields(Settings)} <= ours.keys() | {"wire"}
+
+
+def test_a_port_that_is_none_is_not_another_one(kimi: Run) -> None:
+    """The system takes 99,999 for 34,463: the server listened there."""
+    result = kimi("server", "--model", "x", "--port", "99999")
+    assert result.code == 2
+    assert "99999 is more than 65535, the last port" in result.err
+
+
+def test_what_is_wrong_is_known_before_a_weight_is_read(
+    kimi: Run, tiny_build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build of 400 GB was loaded first."""
+    monkeypatch.setattr(provider, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    (tmp_path / "file").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = {
+            "can't be listened on": ("--port", port),
+            "is no address": ("--host", "no host", "--api-key", "k"),
+            "can't be quantized": ("--kv-bits", 8),
+            "File exists": ("--prompt-cache-dir", tmp_path / "file"),
+        }
+        for fact, options in cases.items():
+            result = kimi("server", "--model", tiny_build, "--port", 0, *options)
+            assert result.code in (1, 2)
+            assert fact in result.err
 
 
 def test_refusals(kimi: Run, tiny_build: Path, tmp_path: Path) -> None:
