@@ -67,7 +67,7 @@ def _what_it_is(results: dict) -> str:
         f"routed experts; {parameters['active_per_token']:,} work on a token. The layout on disk "
         "is Moonshot's: one shard per layer, experts `mxfp4-pack-quantized`, the rest BF16 and "
         "F32. The vocabulary has 1,024 entries: a byte-level BPE and K3's control tokens in K3's "
-        "order. There is no chat template and no vision tower."
+        "order. There is no chat template."
     )
 
 
@@ -118,6 +118,48 @@ def _greedy(results: dict) -> str:
     return "\n\n".join(f"```\n{prompt}⟶{text}\n```" for prompt, text in samples)
 
 
+def _vision_rows(results: dict) -> list[list[object]]:
+    names = {
+        "held_out": "of other seeds than in training",
+        "unseen": "of the pairs that training never showed",
+        "swapped": "those of the first row, each shown for another",
+    }
+    return [[names[name], *scores.values()] for name, scores in results["vision"]["scores"].items()]
+
+
+def _vision(results: dict) -> str:
+    vision = results["vision"]
+    smallest, largest = vision["pixels"]
+    return (
+        f"A MoonViT tower and a projector, {vision['parameters']:,} parameters, of the same parts "
+        "as K3's; the text model's weights are as they were without them. Shown a picture of "
+        f"{smallest} to {largest} pixels a side with one coloured shape, as "
+        f"`tools/tiny_pictures.py` draws them, and the text `{vision['prompt']}`, it goes on with "
+        "the colour and the shape. Of other pictures and other questions it knows nothing.\n\n"
+        "Shares of right words in greedy answers, measured on this artifact, read back from its "
+        f"files (float32). There are {vision['colours']} colours and {vision['shapes']} shapes: "
+        f"chance is {vision['chance']['colour']} and {vision['chance']['shape']}. Pairs that "
+        f"training never showed: {', '.join(vision['unseen_pairs'])}.\n\n"
+        + table(["pictures", "number", "colour", "shape", "both"], _vision_rows(results))
+        + "\n\n"
+        + _vision_training(vision["training"])
+    )
+
+
+def _vision_training(training: dict) -> str:
+    rows, copied, both, _ = training["phases"]
+    resumed = " The run was stopped and resumed with more steps." if training["resumed"] else ""
+    return (
+        f"Trained in {training['cpu_minutes']} CPU minutes (one thread, torch "
+        f"{training['torch']}), {training['batch']} pictures a step: {rows:,} steps to learn, "
+        "without pictures, rows that make the text model say each colour and shape; "
+        f"{copied - rows:,} steps in which tower and projector learn to give these rows; "
+        f"{both - copied:,} with the text model's loss on the answers added; "
+        f"{training['steps'] - both:,} with this loss and without the rows.{resumed}"
+        f"\n\n```\n{training['command']}\n```"
+    )
+
+
 def _data(results: dict) -> str:
     header = ["domain", "training documents", "tokens", "held-out documents", "bytes"]
     return (
@@ -133,11 +175,12 @@ def model_card(results: dict) -> str:
         "Held-out text": _held_out,
         "Experts": _specialisation,
         "Greedy continuations": _greedy,
+        **({"Pictures": _vision} if "vision" in results else {}),
         "Training": _training,
         "Data": _data,
     }
     parts = [f"## {title}\n\n{write(results)}" for title, write in sections.items()]
-    note = "Written by `tools/export_tiny.py` from `results.json`; do not edit."
+    note = "Written by `tools/export_tiny*.py` from `results.json`; do not edit."
     return "\n\n".join(["# Tiny K3", note, *parts]) + "\n"
 
 

@@ -77,8 +77,9 @@ class _GroupedMatmul(torch.autograd.Function):
         pieces = (x.split(ctx.counts) for x in (rows, grad.contiguous(), grad_rows))
         for x, g, gx, w, gw in zip(*pieces, weight.unbind(), grad_weight.unbind(), strict=True):
             torch.mm(g, w.t(), out=gx)
-            torch.mm(x.t(), g, out=gw)
-        return grad_rows, grad_weight, None
+            if ctx.needs_input_grad[1]:
+                torch.mm(x.t(), g, out=gw)
+        return grad_rows, grad_weight if ctx.needs_input_grad[1] else None, None
 
 
 class LatentMoE(nn.Module):
@@ -201,7 +202,11 @@ class TinyK3(nn.Module):
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, LatentMoE)]
 
     def forward(self, ids: Tensor) -> Tensor:
-        blocks, prefix = [], self.embed(ids)
+        return self.read(self.embed(ids))
+
+    def read(self, embeddings: Tensor) -> Tensor:
+        """[B, T, vocabulary] from embeddings or other rows [B, T, hidden], T a multiple of 16."""
+        blocks, prefix = [], embeddings
         for layer in self.layers:
             blocks, prefix = layer(blocks, prefix)
         return self.head(self.norm(self.residual(blocks, prefix)))

@@ -15,6 +15,9 @@ from kimi_k3_mlx.chat.render import chat_pieces
 from kimi_k3_mlx.errors import CheckpointError
 from kimi_k3_mlx.schema import Json
 
+MOST_WORDS, MOST_LETTERS = 1024, 64
+"""Markup that is kept: names of tools and arguments are in it, which a server's clients choose."""
+
 
 def encode_chat(tokenizer: Any, messages: Sequence[Json], **options: Any) -> list[int]:
     """The ids of a request; the options are those of `chat_pieces`."""
@@ -80,6 +83,6 @@ class PieceEncoder:
         if piece.markup and piece.text in self.words:
             return self.words[piece.text]
         tokens = [int(token) for token in self.tokenizer.encode(piece.text, **self.ordinary)]
-        if piece.markup:
+        if piece.markup and len(piece.text) <= MOST_LETTERS and len(self.words) < MOST_WORDS:
             self.words[piece.text] = tokens
         return tokens

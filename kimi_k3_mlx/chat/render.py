@@ -144,7 +144,8 @@ class Conversation:
         """Consecutive tool results, in the order of their calls if each answers one."""
         places: dict[str, int] = {}
         for place, call in enumerate(self.calls):
-            places.setdefault(str(call.get("id")), place)
+            if call.get("id") is not None:
+                places.setdefault(str(call["id"]), place)
         found = [places.get(str(self.messages[i].get("tool_call_id"))) for i in results]
         matched = [place for place in found if place is not None]
         if len(matched) == len(results):

@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +92,16 @@ def run(args: argparse.Namespace) -> None:
     with wiring(not args.no_wire):
         chat = opened(args)
         screen = Screen(args.quiet, colours(sys.stderr))
-        if alone:
-            answer(chat, screen, question)
-        else:
-            Talk(chat, screen, args).run()
-        if args.save and chat.messages:
-            chat.save(args.save)
-            screen.note(f"saved {args.save}")
+        try:
+            if alone:
+                answer(chat, screen, question)
+            else:
+                Talk(chat, screen, args).run()
+        finally:
+            # Also after a second Ctrl-C: what was said before it is whole.
+            if args.save and chat.messages:
+                chat.save(args.save)
+                screen.note(f"saved {args.save}")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -253,13 +257,15 @@ def answer(
         if done < total and total > LONG:
             screen.status(f"read {done:,} of {total:,} tokens")
 
-    for event in chat.ask(text, images or (), stopped, prefill):
-        if isinstance(event, Reasoning):
-            screen.think(event.text)
-        elif isinstance(event, Content):
-            screen.answer(event.text)
-        elif isinstance(event, BrokenCall):
-            screen.think(f"\n[a call that can't be made: {event.reason}]\n{event.text}\n")
+    # Closed at once, so that an interruption leaves no question without its answer.
+    with closing(chat.ask(text, images or (), stopped, prefill)) as events:
+        for event in events:
+            if isinstance(event, Reasoning):
+                screen.think(event.text)
+            elif isinstance(event, Content):
+                screen.answer(event.text)
+            elif isinstance(event, BrokenCall):
+                screen.think(f"\n[a call that can't be made: {event.reason}]\n{event.text}\n")
     screen.end()
     if chat.turn:
         screen.note(cost(chat))

@@ -275,8 +275,9 @@ def check_kv_bits(text_config: dict[str, Any], group_size: int) -> None:
     """Raise UsageError when latents don't divide into groups, before anything is computed."""
     widths = {name: text_config[name] for name in ("kv_lora_rank", "qk_rope_head_dim")}
     if bad := [f"{name} {n}" for name, n in widths.items() if n % group_size]:
+        smaller = group_size > 32 and not any(n % 32 for n in widths.values())
         raise UsageError(
             f"the latents of the cache can't be quantized in groups of {group_size}: "
             f"{' and '.join(bad)} of the config can't be divided by it.",
-            "--kv-group-size 32, or leave out --kv-bits.",
+            "--kv-group-size 32, or leave out --kv-bits." if smaller else "leave out --kv-bits.",
         )

@@ -10,7 +10,7 @@ never taken for each other. What the cache holds is compared with them; where it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -178,7 +178,7 @@ class Chat:
         images: Sequence[Path] = (),
         stopped: Callable[[], bool] = bool,
         on_prefill: Callable[[int, int], object] = max,
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """The events of the answer. When `stopped` says so, it ends where it is, and stays.
 
         Before the first token, or when anything raises, there is no answer: the question is taken

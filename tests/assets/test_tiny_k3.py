@@ -38,7 +38,10 @@ SIZES = TinyConfig(
     top_k=4,
     block_size=3,
     vocab=VOCAB,
-    vision=False,
+    vision_layers=3,
+    vision_hidden=64,
+    vision_qkv=96,
+    vision_intermediate=256,
 )
 CONTROL_OFFSETS = {
     "[BOS]": 0,
@@ -104,10 +107,11 @@ class TestFiles:
         assert tensors(ARTIFACT) == tensors(source)
 
     def test_config_is_that_of_a_source_of_its_sizes(self, source: Path) -> None:
-        config, text = read_json(ARTIFACT / "config.json"), read_json(source / "config.json")
-        text = text["text_config"]
+        config, wanted = read_json(ARTIFACT / "config.json"), read_json(source / "config.json")
+        text = wanted["text_config"]
         differing = {k for k in text if config["text_config"].get(k) != text[k]}
         assert differing <= {"bos_token_id", "eos_token_id"}
+        assert config["vision_config"] == wanted["vision_config"]
 
     def test_index_lists_every_tensor_and_its_bytes(self) -> None:
         index = read_json(ARTIFACT / "model.safetensors.index.json")
@@ -118,7 +122,7 @@ class TestFiles:
         assert index["weight_map"] == {name: shard for name, (_, _, shard) in found.items()}
 
     def test_padding_of_a_log_is_zero(self) -> None:
-        shard = mx.load(str(ARTIFACT / "model-00001-of-000007.safetensors"))
+        shard = mx.load(str(ARTIFACT / "model-00001-of-000009.safetensors"))
         a_log = shard["language_model.model.layers.0.self_attn.A_log"]
         assert mx.all(a_log[:4] != 0)
         assert mx.all(a_log[4:] == 0)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k3_mlx.chat import Picture, PieceEncoder, chat_pieces, chat_text, encode_chat, marker_ids
-from kimi_k3_mlx.chat.pieces import MARKERS, MEDIA_PAD
+from kimi_k3_mlx.chat.pieces import MARKERS, MEDIA_PAD, Piece
 from kimi_k3_mlx.errors import CheckpointError, UsageError
 from tests.reap.test_corpus_scripts import LikeKimis, bundled, one_byte_each
 
@@ -191,6 +191,24 @@ def test_a_result_names_its_own_message() -> None:
     ]
     with pytest.raises(UsageError, match=r"messages\[1\]: `content` is a int"):
         chat_pieces(messages)
+
+
+def test_a_result_without_an_id_does_not_answer_a_call_without_one() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("one", "two")]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "seen", "name": "two"},
+    ]
+    assert 'message role="tool" tool="two"' in chat_text(messages)
+
+
+def test_names_of_clients_do_not_pile_up() -> None:
+    """A server kept the ids of every tool's name and argument that it had ever seen."""
+    encoder = PieceEncoder(one_byte_each())
+    for name in (*map(str, range(3000)), "x" * 10_000):
+        assert encoder.ids(Piece(name, markup=True)) == encoder.ids(Piece(name))
+    assert len(encoder.words) < 2000
+    assert max(map(len, encoder.words)) < 100
 
 
 def test_marker_ids() -> None:

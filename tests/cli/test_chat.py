@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kimi_k3_mlx.cli._terminal import Screen
+from kimi_k3_mlx.runtime.saved_chat import read_saved
 from tests.cli.conftest import Run, program
 from tests.cli.terminal import Terminal
 
@@ -90,6 +91,19 @@ def test_a_second_interruption_ends_the_program(tmp_path: Path) -> None:
             terminal.type("\x03")
         assert terminal.end() == 130
         assert "kimi-k3: interrupted." in terminal.shown
+
+
+def test_an_interruption_costs_no_conversation(tmp_path: Path) -> None:
+    """`--save` wrote nothing after a second Ctrl-C; here it comes while the answer is shown."""
+    args = ("chat", "--model", TINY_K3, "--save")
+    assert program(*args, tmp_path / "a", code=SCRIPT, stdin="Hi").code == 0
+    code = SCRIPT + "import os, signal\nfrom kimi_k3_mlx.cli._terminal import Screen\n"
+    code += "Screen.answer = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+    told = program(*args, tmp_path / "b", "--resume", tmp_path / "a", code=code, stdin="More")
+    assert told.code == 130
+    first, second = (read_saved(tmp_path / f"{name}.safetensors", TINY_K3) for name in "ab")
+    assert second.messages == first.messages
+    assert {c.offset for c in second.caches if hasattr(c, "offset")} == {len(second.keys)}
 
 
 def test_in_a_pipe_there_is_one_message_and_no_escape_code() -> None:

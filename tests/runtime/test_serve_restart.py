@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,6 +79,16 @@ def test_a_restart_finds_its_prompts_on_disk(tmp_path: Path) -> None:
         assert warm.choices[0].message == cold.choices[0].message
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130, "and no crash of MLX's at the end"
+
+
+def test_an_impatient_end_is_no_abort() -> None:
+    """A second Ctrl-C broke the wait for the thread that generates, and MLX aborted the process."""
+    with program("--model", TINY_K3) as (process, _):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        # Ended by the second signal, or, on a fast machine, in order before it.
+        assert process.wait(60) in (-signal.SIGINT, 130)
 
 
 def test_a_key(tmp_path: Path) -> None:

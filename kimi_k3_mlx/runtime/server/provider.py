@@ -18,6 +18,7 @@ from mlx_lm.server import ModelProvider
 from kimi_k3_mlx.chat import marker_ids
 from kimi_k3_mlx.chat.pieces import END
 from kimi_k3_mlx.errors import InterruptedBuildError, KimiError, UsageError
+from kimi_k3_mlx.runtime.build import check_build
 from kimi_k3_mlx.runtime.cache import check_kv_bits
 from kimi_k3_mlx.runtime.load import load, load_tokenizer
 from kimi_k3_mlx.runtime.machine import Machine, Probes
@@ -59,9 +60,12 @@ class OneBuild(ModelProvider):  # type: ignore[misc]
     def _load(self, *key: Any) -> None:
         """What mlx-lm calls for the first request of a model, here once."""
         settings, path = self.settings, self.settings.model
-        build = load(path, progress=self.report, probes=self.probes)
+        text_config = check_build(path).config["text_config"]
         if settings.kv_bits is not None:
-            check_kv_bits(build.config["text_config"], settings.kv_group_size)
+            check_kv_bits(text_config, settings.kv_group_size)
+        if settings.prompt_cache_dir is not None:
+            settings.prompt_cache_dir.mkdir(parents=True, exist_ok=True)
+        build = load(path, progress=self.report, probes=self.probes)
         self.model, self.tokenizer = build.model, build.tokenizer
         self.room = room_of(settings, build.config, Machine.read(path, self.probes))
         if build.config.get("vision_config"):

@@ -26,27 +26,35 @@ from kimi_k3_mlx.schema import Progress, silent
 
 
 class Server(ThreadingHTTPServer):
-    """Listens; a thread for each client."""
+    """An address that is taken at once, and answered from `listen` on: a thread for each client."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, engine: Engine) -> None:
-        self.engine = engine
+    engine: Engine
+
+    def __init__(self, host: str, port: int) -> None:
         try:
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise UsageError(f"--host {host} is no address: {error.strerror}.") from error
         self.address_family, _, _, _, address = infos[0]
-        fingerprint = mlx_lm_server.get_system_fingerprint()
-        handler = partial(Handler, engine, system_fingerprint=fingerprint)
+        super().__init__(address[:2], Handler, bind_and_activate=False)  # type: ignore[arg-type]
         try:
-            super().__init__(address[:2], handler)  # type: ignore[arg-type]
+            self.server_bind()
         except OSError as error:
+            self.server_close()
             raise KimiError(
                 f"{host}:{port} can't be listened on: {error.strerror}.",
                 "another --port; 0 takes a free one.",
             ) from error
+
+    def listen(self, engine: Engine) -> None:
+        """Let clients in."""
+        self.engine = engine
+        fingerprint = mlx_lm_server.get_system_fingerprint()
+        self.RequestHandlerClass = partial(Handler, engine, system_fingerprint=fingerprint)
+        self.server_activate()
 
     @property
     def url(self) -> str:
@@ -74,9 +82,10 @@ def serve(
     with (
         wiring(settings.wire, mlx_lm_server.__name__),
         eager_on_cpu(),
+        Server(settings.host, settings.port) as server,
         generating(provider) as engine,
-        Server(settings.host, settings.port, engine) as server,
     ):
+        server.listen(engine)
         on_ready(server)
         server.serve_forever(poll_interval=0.1)
 
