@@ -222,29 +222,28 @@ Added nats for each percent of the experts that goes, from one size to the next:
 def write_page(raw: dict[str, Any], out: Path) -> None:
     """README.md and figures."""
     results = Results(raw)
-    documents = raw["documents"]
-    sums = results.resampled.sums
-    parent = ", ".join(f"{name} {sums[at, 1] / sums[at, 0]:.3f}" for at, name in enumerate(DOMAINS))
-    runs = next(iter(raw["calibrated_on"].values()))
     figure_ladder(results, out / "ladder")
     figure_languages(results, out / "languages")
-    text = PAGE.format(
+    (out / "README.md").write_text(page(results), encoding="utf-8")
+
+
+def page(results: Results) -> str:
+    """README.md."""
+    raw, sums = results.raw, results.resampled.sums
+    parent = ", ".join(f"{name} {sums[at, 1] / sums[at, 0]:.3f}" for at, name in enumerate(DOMAINS))
+    runs = next(iter(raw["calibrated_on"].values()))
+    parts = (ladder, paired, seeds, languages, flipped, overlaps, allocation, knee, verdicts)
+    return PAGE.format(
         n_layers=int(raw["choices"]["flips"]["32"]["slots"]) // 32,
         n_experts=results.n_experts,
         n_seeds=len(raw["calibrated_on"]),
         tokens=runs[0]["corpus"]["n_tokens"],
         held_out=int(sums[-1, 0]),
-        n_documents=len(documents["domains"]),
+        n_documents=len(raw["documents"]["domains"]),
         n_plans=len(results.names),
         parent=parent,
-        **{
-            part.__name__: part(results)
-            for part in (
-                ladder, paired, seeds, languages, flipped, overlaps, allocation, knee, verdicts,
-            )
-        },
-    )  # fmt: skip
-    (out / "README.md").write_text(text, encoding="utf-8")
+        **{part.__name__: part(results) for part in parts},
+    )
 
 
 if __name__ == "__main__":
