@@ -48,7 +48,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff format .
 
 bench: $(INSTALLED)
-	@for program in model primitives convert hub; do \
+	@for program in model agent primitives convert hub; do \
 		echo "== $$program"; $(PY) -m benchmarks.$$program || exit 1; \
 	done
 

@@ -65,6 +65,9 @@ def machine_options(parser: Parser) -> None:
     machine = parser.add_argument_group("machine")
     memory_options(machine)
     machine.add_argument(
+        "--lazy", action="store_true", help="begin at once, read weights when they are first used"
+    )
+    machine.add_argument(
         "--pipeline", action="store_true",
         help="under mlx.launch: whole layers to each Mac, not a part of each layer",
     )  # fmt: skip
@@ -211,6 +214,7 @@ def loaded(
     with progress(quiet) as shown:
         build = load(
             args.model,
+            lazy=args.lazy,
             progress=shown,
             force=args.force,
             group=group,

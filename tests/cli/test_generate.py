@@ -43,6 +43,14 @@ def test_json_holds_the_same_text(kimi: Run, tiny_build: Path) -> None:
     assert text.err == ""
 
 
+def test_a_lazy_start_writes_the_same(kimi: Run, tiny_build: Path) -> None:
+    args = ("generate", "--model", tiny_build, "-p", "def f(", "-m", 8)
+    whole, lazy = kimi(*args), kimi(*args, "--lazy")
+    assert whole.out == lazy.out
+    assert "weights  0 B/" in whole.err
+    assert "weights  0 B/" not in lazy.err
+
+
 def test_a_seed_repeats_and_another_differs(kimi: Run, tiny_build: Path) -> None:
     args = ("generate", "--model", tiny_build, "-p", "x", "-m", 12, "--temp", 1, "-q", "--seed")
     first, again, other = (kimi(*args, seed).out for seed in (1, 1, 2))
