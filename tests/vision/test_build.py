@@ -95,7 +95,32 @@ def test_the_source_and_its_build_see_alike(source, eyes):
 def test_every_picture_is_seen_as_if_alone(eyes):
     images = [picture(), picture(29, 57, seed=1)]
     for image, rows in zip(images, eyes.features(images), strict=True):
+        eyes.kept.clear()
         assert error(rows, eyes.features([image])[0]) < 1e-6
+
+
+def test_a_picture_that_is_sent_again_is_not_seen_again(eyes, monkeypatch):
+    """And pictures of one colour, whose patches are the same bytes in another grid, are two."""
+    looks: list[int] = []
+    see = type(eyes.vision).see
+    monkeypatch.setattr(
+        type(eyes.vision),
+        "see",
+        lambda self, x, grids: looks.append(len(grids)) or see(self, x, grids),
+    )
+    eyes.kept.clear()
+    one, two = (Image.new("RGB", size, "red") for size in ((112, 28), (56, 56)))
+    first = eyes.features([one, picture(), one])
+    assert looks == [2]
+    assert mx.array_equal(first[0], first[2])
+    again = eyes.features([picture(), one])
+    assert looks == [2]
+    assert mx.array_equal(again[1], first[0])
+    assert len(eyes.features([two])[0]) == len(first[0])
+    assert looks == [2, 1]
+    monkeypatch.setattr("kimi_k3_mlx.runtime.vision.KEPT_BYTES", first[0].nbytes)
+    eyes.features([two, picture(seed=7)])
+    assert sum(rows.nbytes for rows in eyes.kept.values()) <= first[0].nbytes
 
 
 def test_a_prompt_with_pictures(model, eyes):
