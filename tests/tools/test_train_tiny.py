@@ -293,7 +293,7 @@ class TestSchedule:
 def synthetic_corpus() -> Corpus:
     rng = np.random.default_rng(0)
     train = {domain: rng.integers(0, 992, 2000).astype(np.uint16) for domain in DOMAINS}
-    return Corpus(None, train, {}, {})
+    return Corpus(None, train, {}, {}, {})
 
 
 class TestTrainer:
