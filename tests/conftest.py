@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.tiny_k3 import TinyConfig, write_source
 
@@ -32,6 +33,10 @@ def preload_openblas() -> bool:
 # Fused kernels cost 2 s of g++ each on a CPU and gain nothing in tests.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 HAVE_OPENBLAS = preload_openblas()
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 @pytest.fixture
